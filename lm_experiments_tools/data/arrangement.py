@@ -57,9 +57,7 @@ class Buckets:
 
     Args:
         lengths: function that returns the lengths of samples, such as `Dataset.lengths`.
-        num_samples: samples in an epoch.
         bucket_rows: samples per bucket. Best is the number of samples of a step, or of a micro-batch over all workers.
-        seed: determines the order of the buckets.
         target_step: samples are sorted by target length, rounded down to a multiple of this, and then by input length.
             Use more than 1 if target lengths say little about input lengths; otherwise inputs are hardly sorted.
         least_window: minimum number of samples per window.
@@ -118,10 +116,6 @@ class MixedSteps(Buckets):
     Steps then take similar time, and similar lengths share a micro-batch. A window of consecutive samples is sorted by
     length and cut into eight parts; each step takes one random bucket from every part. The number of micro-batches per
     step does not change the samples of a step.
-
-    Args:
-        lengths, num_samples, seed: see `Buckets`.
-        step_rows: samples per step over all workers.
     """
 
     def __init__(self, lengths: Lengths, num_samples: int, step_rows: int, seed: int) -> None:
@@ -139,13 +133,7 @@ class MixedSteps(Buckets):
 
 
 class LongestFirst:
-    """The samples of the first epoch, longest first, so that an out-of-memory error occurs in the first step.
-
-    Args:
-        lengths: function that returns the lengths of samples.
-        num_samples: number of samples to use, counted from the first.
-        target_step: see `Buckets`.
-    """
+    """The samples of the first epoch, longest first, so that an out-of-memory error occurs in the first step."""
 
     def __init__(self, lengths: Lengths, num_samples: int, target_step: int = 1) -> None:
         self.name = f"sorted={num_samples}"

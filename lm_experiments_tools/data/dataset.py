@@ -84,7 +84,6 @@ def joined(parts: Iterable[tuple[np.ndarray, Batch]], num_samples: int, what: st
 
     Args:
         parts: indices of the samples, int64, and the batch of these samples.
-        what: name of the samples in the error message.
 
     Raises:
         UserError: parts have different entries.
@@ -130,13 +129,7 @@ class SampleDataset:
 
 
 class Dataset(SampleDataset):
-    """Samples by number, over all epochs: shuffled rows of one or several data sets.
-
-    Args:
-        members: the data.
-        mixture: which member each sample comes from; only with several.
-        masking: masks the tokens of each sample, for encoders.
-    """
+    """Samples by number, over all epochs: shuffled rows of one or several data sets."""
 
     def __init__(
         self, members: Rows | Sequence[Rows], mixture: Mixture | None = None, masking: Masking | None = None
@@ -154,13 +147,7 @@ class Dataset(SampleDataset):
         mixing: Mapping[str, Any],
         masking: Masking | None = None,
     ) -> Dataset:
-        """Mix the rows of several sources, such as token files. A single one is read alone.
-
-        Args:
-            make: function that makes the rows of a source and a seed.
-            seed: seed of the run.
-            mixing: arguments of `Mixture` but for the sizes.
-        """
+        """Mix the rows of several sources, such as token files. A single one is read alone."""
         if len(sources) == 1:
             return cls(make(sources[0], seed), masking=masking)
         # A seed for each: equal ones would give members of equal size the same order and noise.

@@ -59,9 +59,7 @@ class TrainSource:
     """Base class of training data loaders: an endless iterator over the batches of one worker.
 
     Args:
-        rows_per_worker: rows per step on this worker (micro-batch size x accumulation steps).
         rank: number of this worker, from 0.
-        world_size: number of workers.
 
     Attributes:
         fingerprint: hash of data, objective and seed, independent of the number of workers.
@@ -83,11 +81,7 @@ class TrainSource:
         return self._consumed
 
     def seek(self, consumed_samples: int) -> None:
-        """Move the loader to a position, so that a resumed run continues after the samples it has seen.
-
-        Args:
-            consumed_samples: number of samples to skip from the beginning of the run, over all workers.
-        """
+        """Move the loader to a position, so that a resumed run continues after the samples it has seen."""
         self._consumed = consumed_samples
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -108,15 +102,7 @@ class TrainSource:
 
 
 class TrainLoader(TrainSource):
-    """Endless training batches of a `SampleDataset`. Seeking to any position takes constant time.
-
-    Args:
-        dataset: the samples.
-        rows_per_worker: rows per step on this worker.
-        rank, world_size: number of this worker, from 0, and number of workers.
-        consumed_samples: samples to skip, over all workers.
-        prefetch: make the next batches in a background thread.
-    """
+    """Endless training batches of a `SampleDataset`. Seeking to any position takes constant time."""
 
     def __init__(
         self,
@@ -199,8 +185,6 @@ class ValidLoader:
 
     Args:
         dataset: the samples; only epoch 0 is read.
-        rows_per_batch: rows per batch on this worker.
-        rank, world_size: number of this worker, from 0, and number of workers.
         num_samples: size of a fixed random subset; None uses all samples.
     """
 

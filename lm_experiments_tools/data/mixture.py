@@ -205,9 +205,6 @@ class Mixture:
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Find the data sets that samples of the mixture come from.
 
-        Args:
-            samples: int64[n], sample numbers of the mixture.
-
         Returns:
             For each sample, the index of its data set int64[n] and its sample number in that data set int64[n].
         """

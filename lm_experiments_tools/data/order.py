@@ -89,7 +89,6 @@ def row_generators(key: int, epochs: np.ndarray, rows: np.ndarray) -> Iterator[G
     valid until the next one is taken.
 
     Args:
-        key: from `stream_key`.
         epochs, rows: int64[n], epoch and number of each row, below 2**24 and 2**40.
     """
     bits = Philox(key=0)
@@ -107,11 +106,6 @@ def epoch_shift(seed: int, epoch: int, bound: int) -> int:
     """Draw the index of the token at which an epoch starts, uniform on [0, bound).
 
     Each epoch starts at another token, so that the text is cut into other rows.
-
-    Args:
-        seed: seed of the run.
-        epoch: number of the epoch.
-        bound: number of tokens to choose from.
     """
     low, high = draw_integers(stream_key(seed, "shift"), np.array([epoch]), np.array([0]), 2)[:, 0].tolist()
     return (high << 32 | low) % bound

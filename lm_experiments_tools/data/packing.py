@@ -70,7 +70,6 @@ def pack_counts(counts: np.ndarray, capacity: int) -> Patterns:
 
     Args:
         counts: int64[capacity + 1], number of items of each length.
-        capacity: tokens per row.
 
     Returns:
         The combinations of lengths that share a row, and the number of rows of each.

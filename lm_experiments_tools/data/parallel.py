@@ -15,12 +15,7 @@ _ROWS_AT_ONCE = 64
 
 
 class ParallelDataset(Dataset):
-    """A dataset whose batches are made by worker processes, each of which makes some of the samples.
-
-    Args:
-        dataset: the samples, without an arrangement.
-        num_workers: number of processes.
-    """
+    """A dataset whose batches are made by worker processes, each of which makes some of the samples."""
 
     def __init__(self, dataset: Dataset, num_workers: int) -> None:
         super().__init__(dataset.members, dataset.mixture, dataset.masking)

@@ -66,8 +66,6 @@ class Worker:
     Args:
         work: function that the worker process runs. It is defined at module level and gets a `Caller`, the connection
             to the parent.
-        settings: any picklable object, available to the worker as `Caller.settings`.
-        environment: environment variables of the worker, in addition to those of the parent.
         log: file for the worker's output; None for the parent's stderr.
     """
 

@@ -65,9 +65,6 @@ def encode_examples(
     """Tokenize the sources and targets of fine-tuning examples, and collect their labels.
 
     Args:
-        examples: texts with their targets or labels.
-        encoder: tokenizes and truncates the texts.
-        kind: kind of the model: an encoder gets labels, other models get targets.
         all_targets: True to encode all targets of an example, False for the first only.
         num_labels: number of labels if an example may have several at the same time; 0 for one label per example.
     """
@@ -122,14 +119,8 @@ class ExampleRows:
     """Fine-tuning examples, a `data.dataset.Rows`.
 
     Args:
-        encoded: token ids and labels of the examples.
-        kind: kind of the model, which determines the keys of a batch.
-        pad_id: id that fills up `input_ids`.
-        seed: determines the order, and which source and target an example with several of them uses in an epoch.
         limits: maximum number of tokens of inputs and of targets in a batch.
-        multiple: the width of a batch is rounded up to a multiple of this.
         with_prompts: for a decoder, add `prompt_ids` and `prompt_mask` to a batch, from which evaluation generates.
-        title: description of the examples, for the log.
     """
 
     def __init__(
@@ -173,10 +164,6 @@ class ExampleRows:
     def draw(self, epochs: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Draw one source and one target for each example, at random if an example has several of them.
 
-        Args:
-            epochs: int64[n], the epoch of each example. Another epoch may give another source and target.
-            rows: int64[n], numbers of the examples.
-
         Returns:
             Indices int64[n] into the sources and into the targets of `EncodedExamples`; the latter are None for an
             encoder.
@@ -212,10 +199,6 @@ class ExampleRows:
     def batch(self, epochs: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Make a batch of the given examples, padded to the longest of them.
 
-        Args:
-            epochs: int64[n], the epoch of each example.
-            rows: int64[n], numbers of the examples.
-
         Returns:
             The model's inputs by name, int64[n, width] each. Exceptions are `labels` of an encoder (int64[n],
             float32[n] or float32[n, num_labels]) and `example`, the numbers of the examples int64[n].
@@ -241,7 +224,6 @@ class ExampleRows:
         """Return the width that a batch is padded to: the longest row, rounded up to `multiple` within the limit.
 
         Args:
-            lengths: numbers of tokens of the rows.
             side: 0 for inputs, 1 for targets.
         """
         longest = max(int(lengths.max()), 1)  # 0: no example has a target

@@ -276,10 +276,6 @@ class LabelFields:
 
         If a row may have several, a text is names with commas between them. A list of zeros and ones with one item per
         known label marks the labels that apply, unless 0 or 1 is itself the name of a label.
-
-        Args:
-            fields: fields of the row.
-            known: names of all labels, in the order of their numbers; empty if they are not known yet.
         """
         value = self.label_of(fields)
         if not self.several:
@@ -298,7 +294,6 @@ class LabelFields:
         """Return True if a row has a label, False if its field is missing, null, or one of `HIDDEN_LABELS`.
 
         Args:
-            row: the row to look at.
             names: names of the labels; if -1 is one of them, it counts as a label.
         """
         try:

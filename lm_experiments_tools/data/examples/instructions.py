@@ -68,8 +68,6 @@ def prompt_text(task: dict[str, Any], task_input: str, parts: PromptParts, fits:
 
     Args:
         task: content of the task's JSON file, with the task's name under "Task".
-        task_input: input of the instance.
-        parts: parts of the prompt to include.
         fits: function that returns True if the given texts, concatenated, are within the length limit.
     """
     question = _question(task_input)
@@ -163,13 +161,6 @@ def instruction_examples(
     data: InstructionData, names_file: str, rejected: RejectedRecords, num_tokens: Callable[[str], int], limit: int
 ) -> Iterator[Example]:
     """Yield the instances (single inputs with targets) of Super-Natural-Instructions tasks, task by task.
-
-    Args:
-        data: folder, split and prompt settings.
-        names_file: file of the split that lists the tasks, train_tasks.txt or test_tasks.txt.
-        rejected: counts instances that cannot be used.
-        num_tokens: function that returns the number of tokens of a source.
-        limit: maximum tokens per source.
 
     Raises:
         UserError: files are missing, tasks are damaged, too many instances are bad, or a prompt exceeds the limit.

@@ -37,9 +37,6 @@ class PackedRows:
 
     Each example of a row is marked by its own segment id, or by position ids that start at 0 again for a decoder.
     Attention does not cross from one example to another.
-
-    Args:
-        dataset: the examples to pack.
     """
 
     def __init__(self, dataset: ExampleRows) -> None:

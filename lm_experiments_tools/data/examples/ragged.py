@@ -12,7 +12,6 @@ class Ragged:
     A row needs 8 bytes, and an integer 4 bytes, or 2 if all integers fit.
 
     Args:
-        values: the integers of all rows, one row after the other.
         lengths: int64[number of rows], number of integers in each row.
     """
 
@@ -33,9 +32,6 @@ class Ragged:
         """Return the selected rows as a matrix, padded to the same width.
 
         Args:
-            rows: int64[n], numbers of the rows.
-            width: number of columns.
-            fill: value of the padding.
             left: True to pad on the left, False to pad on the right.
 
         Returns:

@@ -23,12 +23,7 @@ MANY_UNKNOWN = 0.05  # of the tokens; SciTLDR has 0.009 in an English vocabulary
 
 
 class TokenCounts:
-    """Counts the truncated and unknown tokens of texts, to report them in the log.
-
-    Args:
-        tokenizer: the tokenizer that encodes the texts.
-        limit: maximum number of tokens per text, above which a text is truncated.
-    """
+    """Counts the truncated and unknown tokens of texts, to report them in the log."""
 
     def __init__(self, tokenizer: Any, limit: int = 0) -> None:
         self.limit = limit
@@ -40,12 +35,7 @@ class TokenCounts:
         self._unknown_token = tokenizer.unk_token
 
     def add(self, rows: Sequence[Sequence[int]], lengths: Sequence[tuple[int, int]] = ()) -> None:
-        """Add tokenized texts to the counts of truncated and unknown tokens.
-
-        Args:
-            rows: token ids of each text.
-            lengths: for each text, its number of tokens before and after truncation; empty if texts are not truncated.
-        """
+        """Add tokenized texts to the counts of truncated and unknown tokens."""
         self.tokens += sum(map(len, rows))
         self.unknown += sum(row.count(self._unknown_id) for row in rows)
         self.texts += len(lengths)
@@ -62,23 +52,14 @@ class TokenCounts:
         return self.unknown > MANY_UNKNOWN * self.tokens
 
     def describe_unknown(self, what: str) -> str:
-        """Describe the unknown tokens for the log; "" if there are none.
-
-        Args:
-            what: the kind of text, "sources" or "targets".
-        """
+        """Describe the unknown tokens for the log; "" if there are none."""
         if not self.unknown:
             return ""
         advice = "; is it the tokenizer of these weights and this language?" if self.has_many_unknown else ""
         return f"{self.unknown / self.tokens:.2%} of the tokens of {what} are {self._unknown_token}, unknown{advice}"
 
     def describe(self, what: str, flag: str) -> str:
-        """Describe the truncated and unknown tokens for the log.
-
-        Args:
-            what: the kind of text, "sources" or "targets".
-            flag: name of the command-line flag that limits the length.
-        """
+        """Describe the truncated and unknown tokens for the log."""
         unknown = f", {self.describe_unknown(what)}" if self.unknown else ""
         if not self.num_truncated:
             return (
@@ -97,11 +78,6 @@ class TokenCounts:
 
 def tokenize_text(inputs: Sequence[str], tokenizer: Any, bad: RejectedRecords) -> np.ndarray:
     """Tokenize documents with a Hugging Face tokenizer and append the end-of-text token to each.
-
-    Args:
-        inputs: files, folders and datasets (see data/text/sources.py).
-        tokenizer: the tokenizer.
-        bad: counts records that cannot be used.
 
     Returns:
         int32[number of tokens], all documents concatenated.
@@ -131,11 +107,9 @@ class ExampleEncoder:
     """Tokenizes sources and targets for fine-tuning, as the tokenizer itself does with `truncation=True`.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
         source_limit: maximum tokens per source, with special tokens.
         target_limit: maximum tokens per target, with special tokens; None without targets.
         decoder: True if the target continues the source, so that no special tokens separate them.
-        suffix: text to append to every source after truncation.
 
     Raises:
         UserError: the tokenizer has no end-of-text token, or `source_limit` is too small.
@@ -161,7 +135,6 @@ class ExampleEncoder:
         """Tokenize and truncate source texts.
 
         Args:
-            texts: the sources.
             pairs: second sentence of each source; None for single texts.
 
         Returns:
@@ -217,12 +190,7 @@ class ExampleEncoder:
         return len(self.tokenizer(source, verbose=False)["input_ids"]) - self._cut + len(self._put)
 
     def check_prefix(self, prefix: str, what: str) -> None:
-        """Raise UserError if a prefix leaves no space for the source text within the maximum length.
-
-        Args:
-            prefix: text before every source.
-            what: name of the prefix in the error message.
-        """
+        """Raise UserError if a prefix leaves no space for the source text within the maximum length."""
         length = self.num_tokens(prefix)
         if length >= self.sources.limit:
             raise UserError(f"{what} has {length} tokens: shorten it, or raise --input_seq_len.")

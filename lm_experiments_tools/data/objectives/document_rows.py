@@ -39,13 +39,10 @@ class DocumentRows:
 
     Args:
         tokens: token file; the sequences of a document (such as its sentences) are read as one text.
-        width: tokens per row, with special tokens.
-        cls_id, sep_id, pad_id: ids of special tokens.
         vocab_size: number of ids; larger ids in `tokens` are an error.
         packed: True to put several documents into a row.
         min_length: shorter documents are dropped, in tokens.
         has_end: True if documents end with an EOS token, which is then dropped.
-        seed: determines the order.
 
     Attributes:
         fill: fraction of all positions that are not padding.

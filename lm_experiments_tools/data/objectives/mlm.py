@@ -163,11 +163,6 @@ class SampleMasking:
 
     The mask depends only on (seed, sample number), not on what the rows are made of.
 
-    Args:
-        objective: masks the tokens.
-        rate: masking rate, instead of the objective's.
-        seed: determines the masks.
-
     Attributes:
         ramp_start: number of the sample at which the rate begins to change. Samples are numbered by their position in
             the data, where a phase or a branch of a run may start anywhere.

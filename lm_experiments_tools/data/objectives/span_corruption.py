@@ -137,7 +137,6 @@ def noise_mask(counts: SpanCounts, gaps: np.ndarray) -> np.ndarray:
     """Choose the noise tokens of rows. All combinations of span lengths are equally likely, as in t5.
 
     Args:
-        counts: numbers of tokens and spans of a row.
         gaps: float[..., counts.num_gaps], a random number for each gap between two non-noise tokens, then for each
             between two noise tokens. Spans are separated at the gaps with the smallest numbers.
 

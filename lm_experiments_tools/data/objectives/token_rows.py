@@ -65,8 +65,6 @@ class TokenRows:
 
     Args:
         tokens: an `IndexedDataset`, or several that are read one after the other.
-        objective: makes an example of each row.
-        seed: determines order, row boundaries and noise.
 
     Raises:
         UserError: there are no tokens, or a token id is outside the vocabulary.
@@ -128,7 +126,6 @@ class TokenRows:
         """Return the index int64[n] of the first token of each row in the token stream.
 
         Args:
-            epochs: int64[n], the epoch of each row.
             rows: int64[n], the number of each row in its epoch.
         """
         shifts = np.array([epoch_shift(self.seed, epoch, self.num_tokens) for epoch in epochs.tolist()], np.int64)
@@ -313,8 +310,6 @@ def pretraining_dataset(
     Examples that differ in length are arranged by length within each step.
 
     Args:
-        tokens: one item per data set of the mixture: a token file, or several that are read as one.
-        world_size: number of training processes.
         num_workers: number of processes that make examples; 0 makes them in this one.
     """
     dataset = Dataset.mixed(tokens, lambda source, seed: TokenRows(source, objective, seed), args.seed, args.mixing())

@@ -56,9 +56,6 @@ def mode_ids(vocabulary: Tokenizer) -> dict[str, int]:
 def build_schedule(weights: Sequence[Any]) -> np.ndarray:
     """Assign UL2's denoisers to rows in proportion to their weights, evenly spread.
 
-    Args:
-        weights: weight of each denoiser, as fractions.
-
     Returns:
         The index of the denoiser of each row, int64[number of rows until the schedule repeats]: 0 1 2 0 1 for the
         weights (1, 1, 1/2).
@@ -79,9 +76,7 @@ class SpanDenoiser(SpanCorruption):
     """Span corruption of the longest rows whose inputs, targets and sentinels fit, UL2's R- and X-denoisers.
 
     Args:
-        spec: mean span length and fraction of noise.
         mode_id: first token of the inputs; None for none.
-        sentinel_ids: sentinels, without mode tokens.
     """
 
     def __init__(self, spec: DenoiserSpec, mode_id: int | None, sentinel_ids: np.ndarray) -> None:

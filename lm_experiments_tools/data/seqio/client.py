@@ -131,9 +131,6 @@ def _job(
 class SeqioWorker:
     """The process that runs TensorFlow and seqio for one training process.
 
-    Args:
-        log_file: file for the output of TensorFlow and of the user's module.
-
     Attributes:
         fingerprint: hash of data, task and seed.
         title: description of the task, for the log.

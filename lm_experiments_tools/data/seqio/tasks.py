@@ -61,10 +61,6 @@ def limit_threads(num_threads: int) -> None:
 class TaskExamples:
     """Training and validation examples of the seqio task that a job names.
 
-    Args:
-        job: settings of the TensorFlow process.
-        log: function that sends a line to the log, given its level and text.
-
     Raises:
         UserError: the task does not exist, has no examples, or has other features or another vocabulary than the run.
     """
@@ -97,10 +93,6 @@ class TaskExamples:
         """Yield endless training batches, for all training processes together.
 
         Earlier examples are made and skipped, because seqio's shuffle buffers depend on them.
-
-        Args:
-            start: number of the example to begin with.
-            rows: examples per batch.
 
         Yields:
             int32[rows, inputs_length + targets_length], inputs and targets padded to their maximum lengths.
@@ -286,13 +278,7 @@ def _accept_seed(source: seqio.FunctionDataSource) -> None:
 
 
 def text_task(job: Job, source: seqio.DataSource, vocabulary: Tokenizer) -> seqio.Task:
-    """Build t5's span corruption or prefix LM task over the user's text, with the steps of t5's own tasks for C4.
-
-    Args:
-        job: settings, which name the task.
-        source: the documents.
-        vocabulary: vocabulary of the run.
-    """
+    """Build t5's span corruption or prefix LM task over the user's text, with the steps of t5's own tasks for C4."""
     from t5.data import preprocessors
 
     objectives = {
@@ -320,10 +306,6 @@ def text_task(job: Job, source: seqio.DataSource, vocabulary: Tokenizer) -> seqi
 
 def seqio_vocabulary(vocabulary: Tokenizer, folder: Path) -> seqio.SentencePieceVocabulary:
     """Convert a vocabulary to seqio's class. Ids are the same, and text cannot contain sentinel tokens.
-
-    Args:
-        vocabulary: vocabulary of the run.
-        folder: folder for the files that seqio reads.
 
     Raises:
         UserError: the padding id is not 0, or the sentinels are not the last ids. t5 requires both.

@@ -76,13 +76,7 @@ _SECONDS_TO_STOP = 10.0
 
 
 class Stream:
-    """The training examples of one stream of documents: endless, with access by number.
-
-    Args:
-        folder: folder of the files that record the chunks of all streams.
-        worker: the process that tokenizes this stream.
-        build: function that makes examples of a chunk.
-    """
+    """The training examples of one stream of documents: endless, with access by number."""
 
     def __init__(self, number: int, folder: Path, worker: Worker, build: Callable[[ChunkRequest, Chunk], Dataset]):
         self.number, self._worker, self._build = number, worker, build
@@ -183,14 +177,7 @@ def _append_line(path: Path, line: str) -> None:
 
 
 class StreamedDataset(SampleDataset):
-    """Training samples of `--streaming`, by sample number: those of the streams that this rank reads.
-
-    Args:
-        streams: the streams.
-        workers: the processes that tokenize them.
-        settings: settings of these processes.
-        fingerprint: hash of text, settings and seed.
-    """
+    """Training samples of `--streaming`, by sample number: those of the streams that this rank reads."""
 
     samples_per_epoch = None
 

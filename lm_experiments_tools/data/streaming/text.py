@@ -124,10 +124,8 @@ class StreamText:
     """The documents of one stream, as an endless iterator.
 
     Args:
-        position: position to begin at.
         max_bad_lines: maximum number of unusable records in the stream; None stops only where most records are
             unusable.
-        listed_in: path of the list of unusable records, for error messages.
 
     Attributes:
         position: position after the last document.

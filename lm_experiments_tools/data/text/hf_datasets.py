@@ -70,7 +70,6 @@ def load_streaming(item: str, column: str = "") -> Any:
     """Load a Hugging Face dataset as a `datasets.IterableDataset`, without downloading it first.
 
     Args:
-        item: `name[:config][:split]`, a dataset of the hub or a local one.
         column: of Parquet files, read only this column; "" for all.
 
     Raises:
@@ -143,10 +142,7 @@ def read_shard(item: str, shard: int, column: str, skip: int = 0) -> Iterator[di
     """Yield the rows of one shard (file) of a Hugging Face dataset in order, with the names of their classes.
 
     Args:
-        item: `name[:config][:split]`.
-        shard: number of the shard.
         column: read only this column, or that of `field_of`'s outer object, if the dataset has it.
-        skip: number of rows to skip.
 
     Raises:
         UserError: the shard is damaged.
@@ -174,7 +170,6 @@ def identity(item: str, *, with_times: bool = False) -> list[str]:
     and last bytes.
 
     Args:
-        item: `name[:config][:split]`.
         with_times: True to include the modification times of local files.
     """
     if os.path.isfile(item):

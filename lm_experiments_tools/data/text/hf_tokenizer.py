@@ -63,11 +63,7 @@ class HFTokenizer(Tokenizer):
     """A fast tokenizer of Hugging Face.
 
     Args:
-        path: its file or folder.
-        content: content of its tokenizer.json.
-        roles: ids of special tokens, see `Tokenizer`.
         sentinel_ids: ids of sentinel 0, 1, ...
-        pretrained: the transformers tokenizer, needed only to save.
     """
 
     def __init__(
@@ -300,13 +296,7 @@ def _sentinels(pretrained: PreTrainedTokenizerBase, taken: set[int | None]) -> l
 
 # ---- loading with transformers --------------------------------------------------------------------------------------
 def load_pretrained(what: str, load: Callable[[], T], remedy: str) -> T:
-    """Call a function that loads a model or tokenizer, and turn any exception into a UserError.
-
-    Args:
-        what: what is loaded, for the error message.
-        load: the function.
-        remedy: advice for the error message.
-    """
+    """Call a function that loads a model or tokenizer, and turn any exception into a UserError."""
     try:
         return load()
     except Exception as error:  # OSError, ValueError, KeyError, ..., plain Exception: as the files are damaged
@@ -399,10 +389,6 @@ def _of_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
 
 def open_pretrained(what: str, path: Path, lowercase: bool | None = None) -> PreTrainedTokenizerBase:
     """Load a Hugging Face tokenizer by `read_pretrained` and check that it can be used.
-
-    Args:
-        what: name of the tokenizer in error messages.
-        lowercase: see `read_pretrained`.
 
     Raises:
         UserError: the tokenizer cannot be loaded, is not a fast tokenizer, or has only special tokens.

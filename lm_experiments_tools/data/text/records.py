@@ -120,7 +120,6 @@ def too_many(limit: int | None, rejected: int, lines: int) -> str:
 
     Args:
         limit: maximum number of unusable records; None for the default of `allowed`.
-        rejected, lines: number of unusable records, and of all records read.
     """
     rate = f", and than 0.1 % of the {lines:,} lines read" if limit is None else ""
     return f"more than {allowed(limit, lines)} bad lines{rate}: {rejected} so far"
@@ -216,7 +215,6 @@ def no_documents(inputs: Sequence[str], rejected: RejectedRecords) -> UserError:
     """Build the error for inputs that contain no document.
 
     Args:
-        inputs: the files, folders and datasets that were read.
         rejected: the records that could not be used, which may be the reason.
     """
     listed = f"; see {rejected.path}" if rejected.path else ""
@@ -235,10 +233,7 @@ def records(
     """Yield all records (lines, documents or rows) of all inputs of a corpus, in order.
 
     Args:
-        paths: files, folders and datasets (see sources.py).
         key: key of the text in a JSON object or row; None returns all fields as a dict.
-        rejected: counts the records that cannot be used.
-        document_per_line: each line of a text file is a document.
 
     Raises:
         UserError: an input cannot be read, has no usable record, or too many records are rejected.
@@ -260,8 +255,6 @@ def rows(source: str, rejected: RejectedRecords, columns: Sequence[str] = ()) ->
     """Yield all rows of one file, dataset or `PythonRows`, with all fields as a dict in `Record.value`.
 
     Args:
-        source: what `sources.file_of_split` returns.
-        rejected: counts the rows that cannot be used.
         columns: names of the columns of tables without a header, whose first line has none of these names.
 
     Raises:
@@ -285,7 +278,6 @@ def converted(items: Iterable[Any], convert: Callable[[Any], T], rejected: Rejec
     Args:
         items: records; an item may be a `Rejected`, a record that was found unusable before.
         convert: function that raises BadRecord for records that cannot be used.
-        rejected: counts and lists the records that cannot be used.
     """
     for item in items:
         if isinstance(item, Rejected):
@@ -306,11 +298,8 @@ def read_shard(
     """Yield the records of a shard (a part of a file or dataset) in order.
 
     Args:
-        shard: the shard to read.
         key: key of the text in a JSON object or row; None returns all fields as a dict.
-        skip: number of records to skip.
         max_bytes: longer records are rejected; None for MAX_DOCUMENT_BYTES.
-        columns: see `rows`.
     """
     if shard.kind == "dataset":
         found = _dataset_records(shard, key or "", skip)
@@ -546,7 +535,6 @@ def read_lines(shard: Shard, max_bytes: int | None = None) -> Iterator[tuple[int
     """Yield the lines of a shard (a part of a text file), as (line number, bytes).
 
     Args:
-        shard: the part of the file to read.
         max_bytes: a longer line is cut to `max_bytes` + 1 bytes, so that its length shows that it was too long.
 
     Raises:

@@ -98,13 +98,7 @@ def _other_tokens(folder: Path, config: dict[str, Any], model: SentencePieceToke
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model, as T5 uses it.
-
-    Args:
-        path: the `.model` file.
-        content: its content.
-        extra_ids: number of sentinels to add if the model has none.
-    """
+    """A SentencePiece model, as T5 uses it."""
 
     word_mark = "\u2581"
 

@@ -110,10 +110,8 @@ def plan_shards(
     """Cut the input text into shards for parallel work, in reading order. Plain files are cut between documents.
 
     Args:
-        inputs: files, folders and datasets.
         shard_bytes: approximate size of a shard; None for 1/64 of the total, from 2 to 64 MB.
         max_shards: maximum number of shards; None for no limit.
-        document_per_line: each line of a text file is a document, instead of the lines between blank lines.
     """
     files = find_files(inputs, document_per_line)
     size = sum(os.path.getsize(path) for path, kind in files if kind != "dataset")
@@ -232,9 +230,6 @@ def open_decompressed(path: str) -> Iterator[BinaryIO]:
 
 def find_files(inputs: Sequence[str], document_per_line: bool = False) -> list[tuple[str, str]]:
     """Find all files and datasets of the inputs, searching folders recursively.
-
-    Args:
-        document_per_line: each line of a text file is a document.
 
     Returns:
         (path, kind) of each, where kind is one of `Shard.kind`.
@@ -411,12 +406,7 @@ def _warn_once(text: str) -> None:
 
 
 class PythonRows(str):
-    """Rows in memory that can be passed wherever the path of a file is expected: a `str` whose text is their name.
-
-    Args:
-        name: text that stands for the rows in settings and logs.
-        rows: iterable of dicts, a table, or a mapping from names of splits to such rows.
-    """
+    """Rows in memory that can be passed wherever the path of a file is expected: a `str` whose text is their name."""
 
     rows: Any
 
@@ -441,10 +431,6 @@ class PythonRows(str):
 def as_source(value: Any, name: str) -> str:
     """Convert a data setting, a path or rows in memory, to a string: the path or `PythonRows`.
 
-    Args:
-        value: a path or rows.
-        name: name of the setting, for error messages.
-
     Raises:
         UserError: the value has another type.
     """
@@ -467,7 +453,6 @@ def file_of_split(path: str, split: str) -> str:
     """Return what holds the rows of one split: the file that is named after it in a folder, a dataset, or the path.
 
     Args:
-        path: file, folder, dataset `name[:config]` or `PythonRows`.
         split: "train", "valid" or "test".
 
     Raises:
@@ -494,7 +479,6 @@ def text_of_split(path: str, split: str) -> str:
     """Return what holds the text of one split, as `file_of_split`; of a folder with files of `train` all of its files.
 
     Args:
-        path: file, folder or dataset `name[:config]`.
         split: "train", "valid" or "test".
     """
     if not os.path.isdir(path):

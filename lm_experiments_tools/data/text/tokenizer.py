@@ -53,7 +53,6 @@ def find_sentinels(pieces: Mapping[str, int], is_unigram: bool) -> list[int]:
     """Return the ids of <extra_id_0>, <extra_id_1>, ..., or of mT5's ▁<extra_id_0>, ... where these are missing.
 
     Args:
-        pieces: id of each subword.
         is_unigram: True to look for mT5's, which the pieces of byte-pair encoding resemble where a text holds them.
     """
     return family(pieces, "<extra_id_{}>") or (family(pieces, "▁<extra_id_{}>") if is_unigram else [])
@@ -62,12 +61,7 @@ def find_sentinels(pieces: Mapping[str, int], is_unigram: bool) -> list[int]:
 def warn_of_unknown(
     num_unknown: int, num_tokens: int, what: str, remedy: str = "is the vocabulary that of this language?"
 ) -> float:
-    """Return the share of unknown tokens, 0 to 1, and log a warning from `UNKNOWN_LIMIT` on.
-
-    Args:
-        what: the text, for the warning.
-        remedy: advice for the warning.
-    """
+    """Return the share of unknown tokens, 0 to 1, and log a warning from `UNKNOWN_LIMIT` on."""
     share = num_unknown / max(num_tokens, 1)
     if share >= UNKNOWN_LIMIT:
         logger.warning("%.1f %% of the tokens of %s are unknown tokens: %s", 100 * share, what, remedy)
@@ -131,11 +125,7 @@ class Tokenizer(ABC):
 
     @staticmethod
     def of(pretrained: Any, path: Path) -> Tokenizer:
-        """Convert a tokenizer of transformers, a fast one or ByT5's.
-
-        Args:
-            path: file or folder that it was loaded from.
-        """
+        """Convert a tokenizer of transformers, a fast one or ByT5's."""
         is_bytes = pretrained.__class__.__name__ == "ByT5Tokenizer"
         kind = "byte_tokenizer:ByteTokenizer" if is_bytes else "hf_tokenizer:HFTokenizer"
         return _module(kind).of(pretrained, path)

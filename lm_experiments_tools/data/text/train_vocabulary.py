@@ -163,11 +163,7 @@ def _summary(tokenizer: Tokenizer, sampler: "_Sampler", lines: list[str], path: 
 def _wordpiece_characters(
     tokenizer: "BertWordPieceTokenizer", lines: list[str], room: int
 ) -> tuple[list[str], list[str]]:
-    """(the most frequent characters, those of them that occur inside words), each sorted.
-
-    Args:
-        room: number of subwords; a character that occurs inside words takes two of them.
-    """
+    """(the most frequent characters, those of them that occur inside words), each sorted; `room` is of subwords."""
     words = Counter(word for line in lines for word in tokenizer.normalizer.normalize_str(line).split())
     counts: Counter[str] = Counter()
     inside: set[str] = set()

@@ -28,8 +28,6 @@ def hold_out(
     other documents. Equal documents stay together.
 
     Args:
-        datasets: token files of the training data.
-        fraction: share of the documents to hold out.
         cache_dir: folder for the copies, which other processes wait for.
 
     Returns:

@@ -75,9 +75,6 @@ def read_meta(prefix: str | os.PathLike) -> dict[str, Any]:
 def token_prefix(path: str | os.PathLike) -> str | None:
     """Return the prefix of a token file, which is the path of its .bin and .idx files without these suffixes.
 
-    Args:
-        path: path of the token file, with or without .bin or .idx.
-
     Returns:
         The prefix, or None if there is no token file.
 
@@ -187,11 +184,6 @@ class IndexedDatasetWriter:
 
     def add_documents(self, ids: np.ndarray, sequence_lengths: np.ndarray, num_sequences: np.ndarray) -> None:
         """Append many documents in one call, which is much faster than `add_sequence`.
-
-        Args:
-            ids: ids of all documents, concatenated.
-            sequence_lengths: number of ids of each sequence.
-            num_sequences: number of sequences of each document.
 
         Raises:
             ValueError: the lengths do not sum to the numbers of ids and sequences, or an id does not fit the dtype.

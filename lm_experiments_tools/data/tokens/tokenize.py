@@ -130,9 +130,6 @@ class TextEncoder:
         """Build a text encoder from a vocabulary.
 
         Args:
-            vocabulary: converts text to ids.
-            text_key: key of the text in a JSON record.
-            append_eos: append EOS to each document.
             encode_by: "line" or "document", see `tokenize_corpus`; None uses `Tokenizer.encode_by`.
         """
         if encode_by not in (None, "line", "document"):
@@ -176,8 +173,6 @@ def batches(items: Iterable[T], size_of: Callable[[T], int], size: int) -> Itera
     A list ends with the item at which its total size reaches `size`.
 
     Args:
-        items: the items to group.
-        size_of: function that returns the size of an item.
         size: minimum total size of a list.
     """
     batch: list[T] = []
@@ -216,9 +211,6 @@ def encode_shard(shard: Shard, prefix: str, encoder: Encoder, limit: int | None)
     Rejected records are listed in `prefix`.bad.jsonl.
 
     Args:
-        shard: the part of the text.
-        prefix: path of the output files, without their suffixes.
-        encoder: converts text to ids.
         limit: maximum number of rejected records; None for the default limit.
 
     Returns:
@@ -316,7 +308,6 @@ class Tokenization:
         """Encode all shards (parts of the text) that are not finished, then join all shards into the token files.
 
         Args:
-            meta: function that returns the content of each .json file.
             progress: function that shows the progress. It gets the jobs and an iterator over finished jobs, which it
                 must consume.
 
@@ -448,12 +439,7 @@ class _ShardFiles:
 
 
 def plan_fingerprint(shards: Sequence[Shard], encoding: Any) -> str:
-    """Hash everything that determines the tokens of a text: the input files and the encoder's identity.
-
-    Args:
-        shards: the parts of the text.
-        encoding: identity of the encoder.
-    """
+    """Hash everything that determines the tokens of a text: the input files and the encoder's identity."""
     stamps = {os.path.abspath(shard.path): shard.stamp[1] for shard in shards if shard.stamp is not None}
     parts = [(os.path.abspath(s.path) if s.kind != "dataset" else s.path, s.kind, s.start, s.end) for s in shards]
     datasets = [hf_datasets.identity(name, with_times=True) for name in datasets_of(shards)]
@@ -571,12 +557,6 @@ def ensure_tokenized(path: str, vocabulary: Tokenizer, cache_dir: str | os.PathL
 
     Other processes that need the same text wait meanwhile. A text is tokenized again if names, sizes or times of the
     input files (or the revision of a hub dataset), the vocabulary or the options change.
-
-    Args:
-        path: file, folder or dataset.
-        vocabulary: converts text to ids.
-        cache_dir: the cache folder.
-        options: arguments of `tokenize_corpus`.
     """
     settings = {name: options[name] for name in ("text_key", "append_eos", "encode_by") if name in options}
     encoder = TextEncoder.of(vocabulary, **settings)
@@ -599,13 +579,7 @@ def report_unknown(tokens: IndexedDataset, unk_id: int | None) -> float:
 
 
 def check_vocabulary(prefix: str, meta: Mapping[str, Any], vocabulary: Tokenizer) -> None:
-    """Raise UserError if a token file was made with another vocabulary than this run's.
-
-    Args:
-        prefix: path of the token file, without suffix.
-        meta: content of PREFIX.json.
-        vocabulary: vocabulary of the run.
-    """
+    """Raise UserError if a token file was made with another vocabulary than this run's."""
     made_with = meta.get("vocab_sha256")
     if made_with in (None, vocabulary.fingerprint):  # None: written by another program, the ids are all there is
         return
@@ -626,13 +600,7 @@ def recorded_inputs(inputs: Iterable[str]) -> list[str]:
 
 
 def check_replaceable(prefix: str, inputs: list[str], vocab_file: str, vocab_sha256: str) -> None:
-    """Raise UserError if existing token files are of other inputs or another vocabulary, so must not be replaced.
-
-    Args:
-        prefix: path of the existing files, without suffix.
-        inputs: the new inputs, as `recorded_inputs` returns them.
-        vocab_file, vocab_sha256: path and fingerprint of the new vocabulary.
-    """
+    """Raise UserError if existing token files are of other inputs or another vocabulary, so must not be replaced."""
     if not dataset_exists(prefix):
         return
     try:
@@ -659,23 +627,13 @@ def _warn_unrecorded(meta_path: Path) -> None:
 
 
 def warn_unrecorded(prefix: str | os.PathLike, meta: dict[str, Any]) -> None:
-    """Log a warning, once per file, if the PREFIX.json of a token file does not name a vocabulary.
-
-    Args:
-        prefix: path of the token file, without suffix.
-        meta: content of PREFIX.json.
-    """
+    """Log a warning, once per file, if the PREFIX.json of a token file does not name a vocabulary."""
     if "vocab_sha256" not in meta:
         _warn_unrecorded(dataset_paths(prefix)[2])
 
 
 def open_tokenizer(name: str | os.PathLike, flag: str = "--vocab", lowercase: bool | None = None) -> Tokenizer:
-    """Load a tokenizer from a file, a folder or the Hugging Face Hub. The files of a checkpoint are verified first.
-
-    Args:
-        flag: the flag that names it, for error messages.
-        lowercase: see `Tokenizer.load`.
-    """
+    """Load a tokenizer from a file, a folder or the Hugging Face Hub. The files of a checkpoint are verified first."""
     path = Path(name)
     if os.fspath(name) != BYTES and not path.exists() and may_be_on_hub(os.fspath(name)):
         try:
@@ -692,7 +650,6 @@ def recorded_vocabulary(prefix: str | os.PathLike, meta: dict[str, Any]) -> Path
     """Return the path of the vocabulary that a token file was made with; None if it does not exist.
 
     Args:
-        prefix: path of the token file, without suffix.
         meta: content of PREFIX.json, which names the vocabulary.
     """
     if meta.get("vocab_file") is None:
