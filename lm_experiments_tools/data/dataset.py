@@ -111,14 +111,12 @@ class SampleDataset:
         samples_per_epoch: samples after which the data begins again; None if unknown.
         order: hash of the order of the rows before noise; None if unknown.
         masking: masks the tokens of each sample; None for none.
-        rows_at_once: samples that one call of `batch` makes for nearly the cost of a few.
     """
 
     fingerprint: str
     samples_per_epoch: int | None
     order: str | None = None
     masking: Masking | None = None
-    rows_at_once = 256
 
     def batch(self, samples: np.ndarray) -> Batch:
         """Make a batch of the samples with the given numbers int64[n]: name -> array whose first dimension is n."""

@@ -17,7 +17,6 @@ import torch
 from lm_experiments_tools.data.dataset import SampleDataset
 from lm_experiments_tools.labels import IGNORED_LABEL
 
-_CELLS_AT_ONCE = 1 << 20  # of an array: 8 MiB
 # the entries of a batch that a loss is a mean over, and the number of an example that is to be predicted
 LABELS = frozenset({"labels", "next_sentence_label", "example"})
 
@@ -128,41 +127,22 @@ class TrainLoader(TrainSource):
 
     def seek(self, consumed_samples: int) -> None:
         super().seek(consumed_samples)
-        self._ready: list[dict[str, np.ndarray]] = []  # steps made, the next one last
-        self._steps_at_once = 1  # so that the first batch is soon there; and its size is not known yet
         self._abandoned, self._following = self._following, None
 
     def _next_batch(self) -> dict[str, np.ndarray]:
-        if not self._ready:
-            self._ready = self._next_steps()
-        return self._ready.pop()
-
-    def _next_steps(self) -> list[dict[str, np.ndarray]]:
-        """The next steps; with `prefetch`, starts those after them."""
-        if self._following is None and self._abandoned is not None:
-            self._abandoned.exception()  # wait: batches are never made concurrently
         if self._following is not None:
-            steps = self._following.result()
+            batch = self._following.result()
         else:
-            steps = self._make(self._consumed, self._steps_at_once)
-        self._steps_at_once = self._how_many_at_once(steps[-1])
+            if self._abandoned is not None:
+                self._abandoned.exception()  # wait: batches are never made concurrently
+            batch = self._make(self._consumed)
         if self._prefetch:
-            after = self._consumed + len(steps) * self.global_batch
-            self._following = in_background(self._make, after, self._steps_at_once)
-        return steps
+            self._following = in_background(self._make, self._consumed + self.global_batch)
+        return batch
 
-    def _make(self, position: int, num_steps: int) -> list[dict[str, np.ndarray]]:
-        """This worker's rows of `num_steps` steps from a position on, by one call; the first step last."""
-        end, rows = position + num_steps * self.global_batch, self.rows_per_worker
-        samples = np.arange(position + self.rank, end, self.world_size, dtype=np.int64)
-        batch = self.dataset.batch(samples)
-        ends = range(num_steps * rows, 0, -rows)
-        return [{name: values[k - rows : k] for name, values in batch.items()} for k in ends]
-
-    def _how_many_at_once(self, batch: dict[str, np.ndarray]) -> int:
-        """Steps made by one call."""
-        cells = sum(values.size for values in batch.values())
-        return max(1, min(self.dataset.rows_at_once // self.rows_per_worker, _CELLS_AT_ONCE // cells))
+    def _make(self, position: int) -> dict[str, np.ndarray]:
+        end = position + self.global_batch
+        return self.dataset.batch(np.arange(position + self.rank, end, self.world_size, dtype=np.int64))
 
     def close(self) -> None:
         """Stop the background thread of this loader, and the processes of its dataset.

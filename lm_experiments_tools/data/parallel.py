@@ -11,16 +11,13 @@ from lm_experiments_tools.data.dataset import Batch, Dataset, joined
 from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool
 from lm_experiments_tools.errors import RunError, UserError
 
-_ROWS_AT_ONCE = 64
-
 
 class ParallelDataset(Dataset):
     """A dataset whose batches are made by worker processes, each of which makes some of the samples."""
 
     def __init__(self, dataset: Dataset, num_workers: int) -> None:
         super().__init__(dataset.members, dataset.mixture, dataset.masking)
-        # Few, because the first batches wait for them, and such examples take long.
-        self.num_workers, self.rows_at_once = num_workers, max(num_workers, _ROWS_AT_ONCE)
+        self.num_workers = num_workers
         try:
             pickle.dumps(dataset)
         except (AttributeError, TypeError, pickle.PicklingError) as error:

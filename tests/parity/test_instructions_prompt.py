@@ -21,7 +21,6 @@ from lm_experiments_tools.data.examples.dataset import ExampleRows, encode_examp
 from lm_experiments_tools.data.examples.instructions import (
     TK_INSTRUCT,
     InstructionData,
-    LengthLimit,
     PromptParts,
     instruction_examples,
     prompt_text,
@@ -80,19 +79,6 @@ def test_examples_are_left_out_from_the_first_that_does_not_fit(kept):
     assert prompt == DEFINITION + "".join(pieces) + QUESTION
 
 
-def test_the_limit_agrees_with_the_count_of_the_whole_text():
-    counted = []
-
-    def count(text):
-        counted.append(text)
-        return len(text.split()) + 1
-
-    fits = LengthLimit(count, 13)
-    assert fits(["a b", " ", "c d"]) and counted[-1] != "a b c d"  # far below the limit: no need
-    assert fits(["a b c", " ", "d e f", " g h"]) and counted[-1] == "a b c d e f g h"
-    assert not fits(["a b c d e f", " ", "g h i j k l m"])
-
-
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     path = DATA / "vocabs" / "t5_32k" / "sentencepiece.model"
@@ -124,9 +110,12 @@ def test_rows_are_those_of_tk_instructs_collator(parts, limit, tokenizer, refere
     names = ["task957_e2e_nlg_text_generation_generate", "task039_qasc_find_overlapping_words"]
     examples, official = [], []
     encoder = ExampleEncoder(tokenizer, limit, 32)
+
+    def fits(texts):
+        return encoder.num_tokens("".join(texts)) <= limit
+
     for name in names:
         task = {**json.loads((DATA / "sni" / "tasks" / f"{name}.json").read_text()), "Task": name}
-        fits = LengthLimit(encoder.num_tokens, limit)
         some = task["Instances"][:6]
         official += [{**task, "Instance": {**instance, "output": instance["output"][:1]}} for instance in some]
         examples += [prompt_text(task, instance["input"], parts, fits) for instance in some]

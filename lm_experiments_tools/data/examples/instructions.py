@@ -25,7 +25,6 @@ import logging
 import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from lm_experiments_tools.errors import UserError
 logger = logging.getLogger(__name__)
 
 Fits = Callable[[Sequence[str]], bool]
-_SLACK = 2  # tokens that joining may add to a text; a generous bound
 
 
 @dataclass(frozen=True)
@@ -124,22 +122,6 @@ def _fitting(texts: list[str], fit: Callable[[list[str]], bool]) -> list[str]:
     return texts
 
 
-class LengthLimit:
-    """Function object that returns True if the given texts have at most `limit` tokens in total.
-
-    Text lengths are cached, because the same definitions and examples occur in many prompts.
-    """
-
-    def __init__(self, num_tokens: Callable[[str], int], limit: int) -> None:
-        self.num_tokens, self.limit = num_tokens, limit
-        self._length = lru_cache(maxsize=1024)(num_tokens)
-
-    def __call__(self, texts: Sequence[str]) -> bool:
-        if sum(map(self._length, texts)) + _SLACK * len(texts) <= self.limit:
-            return True
-        return self.num_tokens("".join(texts)) <= self.limit
-
-
 @dataclass(frozen=True)
 class InstructionData:
     """Settings for reading Super-Natural-Instructions: the folder, the split and the parts of a prompt.
@@ -165,7 +147,10 @@ def instruction_examples(
     Raises:
         UserError: files are missing, tasks are damaged, too many instances are bad, or a prompt exceeds the limit.
     """
-    fits = LengthLimit(num_tokens, limit)
+
+    def fits(texts: Sequence[str]) -> bool:
+        return num_tokens("".join(texts)) <= limit
+
     for path in _task_files(data, names_file):
         task = _read_task(path)
         for parts in data.parts:

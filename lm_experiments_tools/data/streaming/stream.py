@@ -70,7 +70,6 @@ logger = logging.getLogger(__name__)
 CACHE = Path(".cache") / "streams"  # below the working directory
 _VERSION = 6  # of the mapping (text, settings, seed) -> samples; part of the fingerprint
 _WORKERS = 4  # processes, unless --data_n_workers says otherwise: they wait for the network more than they work
-_ROWS_AT_ONCE = 64  # of each stream: numpy's calls cost as much for one row
 _PATIENCE = 15.0  # seconds of waiting before a message says what for
 _SECONDS_TO_STOP = 10.0
 
@@ -185,7 +184,6 @@ class StreamedDataset(SampleDataset):
         self, streams: Sequence[Stream], workers: Sequence[Worker], settings: ChunkSettings, fingerprint: str
     ) -> None:
         self.streams, self.workers, self.settings, self.fingerprint = streams, workers, settings, fingerprint
-        self.rows_at_once = _ROWS_AT_ONCE * len(streams)
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Return a batch of the samples with the given numbers int64[n]. Waits until their text is tokenized.

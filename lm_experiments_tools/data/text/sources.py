@@ -9,7 +9,7 @@
 | `.parquet`, `.arrow` | rows of a Hugging Face dataset, streamed |
 | a folder, also of `Dataset.save_to_disk` | all of the above in it, recursively, in sorted order, no file twice |
 | `folder::split` | the files of one split in a folder |
-| `name[:config][:split]` | a dataset of the hub, or a clone of its repository (Parquet files with a README.md) |
+| `name[:config][:split]` | a dataset of the hub |
 
 A file of a corpus belongs to the split that its name, or that of a folder above it, has as a word
 (train-00000-of-00002.parquet, validation/data.txt). Without `::split`, a folder with files of `train` is read without
@@ -279,9 +279,7 @@ def _resolve(item: str) -> list[tuple[str, str]]:
         return [(item, _kind_of_input(item))]
     name, config, split = hf_datasets.split_name(item)
     if os.path.isdir(name):
-        if config in _SPLIT_OF and split == "train":  # folder:split
-            config, split = None, config
-        if config is None and split in _SPLIT_OF and not _is_clone(name):
+        if config is None and split in _SPLIT_OF:
             return _files_in(name, _SPLIT_OF[split])
     else:
         _check_hub_name(item)
@@ -302,17 +300,7 @@ def _check_hub_name(item: str) -> None:
         raise UserError(f"{item} does not exist")
 
 
-def _is_clone(folder: str) -> bool:
-    """True for a repository of the hub, whose README.md may describe configurations."""
-    if not os.path.isfile(os.path.join(folder, "README.md")):
-        return False
-    kinds = {_KINDS.get(endings(path)[0], "") for path in _walk(folder)}
-    return "dataset" in kinds and kinds <= {"", "dataset"}
-
-
 def _files_in(folder: str, split: str = "") -> list[tuple[str, str]]:
-    if not split and _is_clone(folder):
-        return [(folder, "dataset")]
     kinds = {path: kind_of(path) for path in _walk(folder)}
     files = [path for path, kind in kinds.items() if kind]
     others = [path for path, kind in kinds.items() if not kind]
@@ -368,10 +356,8 @@ def _walk(folder: str) -> list[str]:
             file = os.path.join(path, name)
             if not os.path.exists(file):
                 raise UserError(f"{file} is a link to {os.readlink(file)}, which does not exist: fix or remove it")
-            if os.path.isfile(file):
+            if os.path.isfile(file):  # opening a named pipe would block forever
                 found.setdefault(os.path.realpath(file), file)
-            else:  # opening a named pipe would block forever
-                _warn_once(f"{file} is no regular file and is passed over")
     return sorted(found.values())
 
 

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm_experiments_tools.data.text.hf_datasets import is_local
 from lm_experiments_tools.data.text.records import NO_LIMIT, Record, RejectedRecords, locate, no_documents, read_shard
-from lm_experiments_tools.data.text.sources import Shard, endings, plan_shards
+from lm_experiments_tools.data.text.sources import Shard, plan_shards
 from lm_experiments_tools.data.text.tokenizer import DEFAULT_EXTRA_IDS, Tokenizer, sentinel_piece, warn_of_unknown
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import write_atomic
@@ -198,11 +197,7 @@ class _Sampler:
             budget = min(most, self._limit - self.num_bytes)
             if budget <= 0:
                 break
-            # A range of a file is short. Other shards are as long as their files, whose beginning may be of one kind;
-            # but no shard of the hub is downloaded for a few of its lines.
-            lines = self._lines_of(shard)
-            is_whole = is_local(shard.path) if shard.kind == "dataset" else endings(shard.path)[1]
-            for line in _thinned(lines, budget) if is_whole else lines:
+            for line in self._lines_of(shard):
                 self.num_bytes += len(line.encode())
                 yield line
                 budget -= len(line.encode())
@@ -218,21 +213,6 @@ class _Sampler:
                 continue
             # only the first one is reported
             self.rejected.reject(item if self.rejected.count else locate(shard, item))
-
-
-def _thinned(lines: Iterator[str], budget: int) -> list[str]:
-    """A random part of the lines, of at most `budget` bytes or a line; each line is kept with the same probability."""
-    kept: list[str] = []
-    rng, probability, size = random.Random(0), 1.0, 0
-    for line in lines:
-        if rng.random() >= probability:
-            continue
-        kept.append(line)
-        size += len(line.encode())
-        while size > budget and len(kept) > 1:
-            kept, probability = [line for line in kept if rng.random() < 0.5], probability / 2
-            size = sum(len(line.encode()) for line in kept)
-    return kept
 
 
 def _short_lines(text: str) -> Iterator[str]:

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import tokenizers
 
-from lm_experiments_tools.data.text import hf_tokenizer
-from lm_experiments_tools.data.text import tokenizer as module
 from lm_experiments_tools.data.text.train_vocabulary import train_wordpiece
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.errors import UserError
@@ -85,17 +83,6 @@ def test_real_text_with_googles_vocabulary_equals_transformers():
     )
     loaded = build_tokenizer("HFTokenizer", name_or_path=BERT)
     assert loaded.fingerprint == tokenizer.fingerprint  # the same tokenizer by another way
-
-
-def test_the_ids_are_the_same_in_blocks_and_when_the_table_of_words_is_full(uncased, monkeypatch):
-    texts = odd_texts(300, seed=1)
-    expected = uncased.encode_batch(texts)
-    monkeypatch.setattr(module, "_BLOCK_CHARACTERS", 100)
-    assert uncased.encode_batch(texts) == expected
-    for limit in ("MAX_WORDS", "MAX_CHARACTERS"):
-        monkeypatch.setattr(hf_tokenizer._WordTable, limit, 20)
-        assert [uncased.encode(text) for text in texts] == expected
-        assert len(uncased._words._number) <= 60
 
 
 def test_arrays_hold_the_ids_of_all_texts(uncased):

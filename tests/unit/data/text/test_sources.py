@@ -153,12 +153,11 @@ def test_rows_of_examples_are_read_from_the_same_endings(folder):
         assert [row.value for row in rows(path, RejectedRecords(0))] == [expected]
 
 
-def test_a_named_pipe_is_passed_over_in_a_folder_and_refused_by_name(folder, caplog):
+def test_a_named_pipe_is_passed_over_in_a_folder_and_refused_by_name(folder):
     (folder / "a.txt").write_text("a")
     os.mkfifo(folder / "b.txt")
     (folder / "c.txt").symlink_to(folder / "b.txt")
     assert texts(folder) == ["a"]
-    assert f"{folder / 'b.txt'} is no regular file and is passed over" in caplog.text
     with pytest.raises(UserError, match=r"b.txt is no file of"):
         texts(folder / "b.txt")
 
@@ -219,9 +218,9 @@ def test_a_folder_of_splits_is_read_by_one_rule_whatever_its_format(splits, capl
     with caplog.at_level(logging.WARNING, logger=sources.logger.name):
         assert texts(splits) == ["train text"]
     assert f"1 files of other splits than train are left out ({splits}::validation)" in caplog.text
-    for name in ("::validation", ":validation", "::dev"):
+    for name in ("::validation", "::dev"):
         assert texts(f"{splits}{name}") == ["validation text"]
-    assert texts(f"{splits}:train") == ["train text"]
+    assert texts(f"{splits}::train") == ["train text"]
     with pytest.raises(UserError, match="has no file of the split test"):
         texts(f"{splits}::test")
 

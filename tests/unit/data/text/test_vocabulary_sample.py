@@ -5,10 +5,7 @@ import json
 import random
 import time
 
-import pytest
-
 from lm_experiments_tools.data.text.sources import plan_shards
-from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.text.train_vocabulary import _short_lines, train_vocab, train_wordpiece
 from lm_experiments_tools.tools.main import main as lmtools
 from tests.helpers.token_toys import make_texts, write_jsonl
@@ -33,25 +30,6 @@ def test_the_sample_is_from_all_over_a_large_text(tmp_path, monkeypatch):
     assert summary.size == 60 and 18_000 < summary.sample_bytes < 21_000
     content = (tmp_path / "v.model").read_bytes()
     assert b"Q" in content
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
-def test_all_of_a_file_is_sampled_whatever_its_format(tmp_path, suffix, monkeypatch):
-    monkeypatch.setattr("lm_experiments_tools.data.text.train_vocabulary._SHARD_BYTES", 10_000)
-    scripts = ("abcdefgh", "\u0431\u0432\u0433\u0434\u0436\u0437", "\u03b1\u03b2\u03b3\u03b4\u03b5\u03b6")
-    rng = random.Random(0)
-    words = [["".join(rng.choices(script, k=5)) for _ in range(60)] for script in scripts]
-    documents = [" ".join(rng.choices(of_script, k=200)) for of_script in words for _ in range(400)]
-    path = tmp_path / f"text{suffix}"
-    if suffix == ".parquet":
-        pytest.importorskip("datasets").Dataset.from_dict({"text": documents}).to_parquet(path)
-    else:
-        with (gzip.open if suffix.endswith("gz") else open)(path, "wt") as file:
-            file.writelines(json.dumps({"text": text}) + "\n" for text in documents)
-    summary = train_vocab([str(path)], 150, tmp_path / "v.model", extra_ids=10, sample_bytes=300_000)
-    vocabulary = Tokenizer.load(summary.path, 10)
-    assert 120_000 < summary.sample_bytes <= 310_000 and summary.unknown < 0.001
-    assert all(vocabulary.unk_id not in vocabulary.encode(text) for text in documents[::100])
 
 
 def test_a_long_line_is_cut_in_time_proportional_to_its_length():
