@@ -35,7 +35,6 @@ from lm_experiments_tools.config.flags import COUNT, NOT_NEGATIVE, check_groups
 from lm_experiments_tools.data.text.records import (
     BadRecord,
     RejectedRecords,
-    allowed,
     field_of,
     locate,
     no_documents,
@@ -62,9 +61,8 @@ class PreprocessArgs(EncodingArgs):
     """Each line of a .txt file is a document."""
     output_prefix: str
     """PREFIX of PREFIX_KEY_sentence.bin and so on."""
-    max_bad_lines: Annotated[int | None, NOT_NEGATIVE] = None
-    """Lines that cannot be used to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error. None: 100, or
-    0.1 % of the lines read so far where that is more."""
+    max_bad_lines: Annotated[int, NOT_NEGATIVE] = 100
+    """Lines that cannot be used to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error."""
     workers: Annotated[int, COUNT] = 1
     """Processes that tokenize; the files do not depend on it."""
     log_interval: Annotated[int, COUNT] = 100
@@ -159,7 +157,7 @@ def _refuse_absent_keys(shards: Sequence[Shard], args: PreprocessArgs, encoder: 
             num_lines += 1
             bad = locate(shard, item.rejected(error))
             first = first or f"{bad.where}: {bad.reason}"
-        if num_lines > allowed(args.max_bad_lines, num_lines):
+        if num_lines > args.max_bad_lines:
             break
     if num_lines:
         raise UserError(
@@ -210,17 +208,17 @@ def _metas(
 
 
 def _log_progress(interval: int, jobs: Sequence[tuple[Shard, str]], done: Iterable[tuple[Shard, str]]) -> None:
-    start, num_lines, num_bytes = time.perf_counter(), 0, 0
+    start, num_documents, num_bytes = time.perf_counter(), 0, 0
     for _, prefix in done:
         meta = read_meta(f"{prefix}-0")
-        lines = meta["num_lines"] + meta["bad_lines"]
-        passed = (num_lines + lines) // interval > num_lines // interval
-        num_lines += lines
+        documents = meta["num_documents"] + meta["bad_lines"]
+        passed = (num_documents + documents) // interval > num_documents // interval
+        num_documents += documents
         num_bytes += meta["num_bytes"]
         if passed:
             seconds = time.perf_counter() - start
-            rates = num_lines / seconds, num_bytes / 1e6 / seconds
-            logger.info("Processed %d documents (%.1f docs/s, %.2f MB/s).", num_lines, *rates)
+            rates = num_documents / seconds, num_bytes / 1e6 / seconds
+            logger.info("Processed %d documents (%.1f docs/s, %.2f MB/s).", num_documents, *rates)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -57,9 +57,8 @@ class BertDataArgs:
     """--packing: key of a .jsonl line that holds the text; meta.text: the key text of the object meta."""
     document_per_line: Annotated[bool, _OF_PACKING] = False
     """--packing: each line of a .txt file is a document. Default: documents are between blank lines."""
-    max_bad_lines: Annotated[int | None, HARMLESS, NOT_NEGATIVE, _OF_PACKING] = None
-    """--packing: unreadable lines of text to set aside before the run refuses to go on. None: 100, or 0.1 % of the
-    lines where that is more."""
+    max_bad_lines: Annotated[int, HARMLESS, NOT_NEGATIVE, _OF_PACKING] = 100
+    """--packing: unreadable lines of text to set aside before the run refuses to go on."""
     data_name: Annotated[str, _OF_SENTENCES] = ""
     """Folder below .cache/bert_samples for the sample mappings, which are kept there from one start to the next."""
     data_n_epochs: Annotated[int | None, COUNT, _OF_SENTENCES] = None

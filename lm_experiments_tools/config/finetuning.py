@@ -156,9 +156,8 @@ class TaskArgs:
     table_columns: Annotated[tuple[str, ...], _OF_SOURCES] = ()
     """Names of the columns of each .csv or .tsv whose first line has none of these names, such as source label mark
     sentence for CoLA. Empty: the first line of every table names its columns."""
-    max_bad_lines: Annotated[int | None, HARMLESS, NOT_NEGATIVE] = 0
-    """Unreadable rows to leave out (file and line are reported) before the data is refused. None: 100, or 0.1 % of the
-    rows read so far where that is more."""
+    max_bad_lines: Annotated[int, HARMLESS, NOT_NEGATIVE] = 0
+    """Unreadable rows to leave out (file and line are reported) before the data is refused."""
     max_train_samples: Annotated[int | None, COUNT] = None
     """Training examples to use, a fixed random choice (of causal_lm the first blocks). None: all."""
     valid_samples: Annotated[int | None, HARMLESS, COUNT, needs("valid_data_path")] = None

@@ -154,10 +154,9 @@ class DataArgs:
     """Key of a .jsonl line that holds the text; meta.text: the key text of the object meta."""
     document_per_line: bool = False
     """Each line of a .txt file is a document. Default: documents are between blank lines."""
-    max_bad_lines: Annotated[int | None, HARMLESS, NOT_NEGATIVE] = None
+    max_bad_lines: Annotated[int, HARMLESS, NOT_NEGATIVE] = 100
     """Unreadable lines of raw text to set aside (file and line are reported) before the run refuses to go on. With
-    --streaming: in what each worker reads, counted the first time it is read. None: 100, or 0.1 % of
-    the lines read so far where that is more."""
+    --streaming: in what each worker reads, counted the first time it is read."""
     data_n_workers: Annotated[int | None, HARMLESS, COUNT] = None
     """Processes that tokenize raw text (None: one per core). With --task module:Class on token files also processes,
     of each worker, that make examples (None: a thread of the training process makes them)."""

@@ -11,7 +11,7 @@ class RunSettings(TypedDict, total=False):
 
     data_path: Any
     valid_data_path: Any
-    max_bad_lines: int | None
+    max_bad_lines: int
     valid_samples: int | None
     input_seq_len: int
     target_seq_len: int

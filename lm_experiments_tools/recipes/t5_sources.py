@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from lm_experiments_tools.config.flags import is_given
 from lm_experiments_tools.config.phases import phases_of
-from lm_experiments_tools.data.text.records import allowed
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, read_meta, token_prefix
 from lm_experiments_tools.data.tokens.tokenize import (
     check_vocabulary,
@@ -155,9 +154,9 @@ def tokenized(
     )  # fmt: skip
     tokens = IndexedDataset(prefix)
     bad_lines = tokens.meta.get("bad_lines", 0)
-    if bad_lines > (limit := allowed(args.max_bad_lines, tokens.num_documents + bad_lines)):  # tokenized earlier
+    if bad_lines > args.max_bad_lines:  # tokenized earlier
         raise UserError(
-            f"{path} has {bad_lines} bad lines, listed in {prefix}.bad_lines.jsonl, more than the {limit} that "
-            "--max_bad_lines allows"
+            f"{path} has {bad_lines} bad lines, listed in {prefix}.bad_lines.jsonl, more than the "
+            f"{args.max_bad_lines} that --max_bad_lines allows"
         )
     return tokens

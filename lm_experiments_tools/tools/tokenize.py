@@ -30,9 +30,8 @@ class TokenizeArgs:
     encode_by: Literal["line", "document"] | None = None
     """line: ids of SentencePiece do not depend on a document's length, as with Hugging Face; document: as seqio, 25 %
     faster. None: line for SentencePiece, unless it knows newlines (Gemma's, Llama's), which line would leave out."""
-    max_bad_lines: int | None = None
-    """Unusable lines to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error. None: 100, or 0.1 % of the
-    lines read so far where that is more."""
+    max_bad_lines: int = 100
+    """Unusable lines to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error."""
     workers: Annotated[int | None, COUNT] = None
     """Processes. None: one per core."""
     overwrite: bool = False

@@ -372,7 +372,6 @@ class TextSource:
         try:
             for item in read_shard(shard, self._job.text_key):
                 if isinstance(item, Record):
-                    self._rejected.accept()
                     yield {"text": item.value}
                 elif not item.is_empty:
                     self._reject(shard, item)

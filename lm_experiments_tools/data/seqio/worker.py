@@ -36,7 +36,7 @@ class Job:
     data_path: list[str]
     text_key: str
     document_per_line: bool = False
-    max_bad_lines: int | None
+    max_bad_lines: int
     rejected_path: str | None
     vocab_path: str
     inputs_length: int

@@ -50,7 +50,6 @@ from lm_experiments_tools.data.streaming.text import (
     rejected_path,
     work,
 )
-from lm_experiments_tools.data.text.records import allowed, too_many
 from lm_experiments_tools.data.text.sources import content_of
 from lm_experiments_tools.data.text.tokenizer import Tokenizer, warn_of_unknown
 from lm_experiments_tools.data.tokens.indexed import token_prefix
@@ -107,10 +106,9 @@ class Stream:
         return bool(self._records)
 
     @property
-    def rejected_and_lines(self) -> tuple[int, int]:
-        """Number of records that could not be used, and of all records read so far. Each record counts once."""
-        end = self._records[-1]["end"] if self._records else {"rejected": 0, "lines": 0}
-        return end["rejected"], end["lines"]
+    def rejected(self) -> int:
+        """Number of records that could not be used so far. Each counts once."""
+        return self._records[-1]["end"]["rejected"] if self._records else 0
 
     def start(self, samples: np.ndarray) -> None:
         """Begin to tokenize the chunks of the samples int64[n] of this stream, and drop all chunks before them."""
@@ -210,11 +208,11 @@ class StreamedDataset(SampleDataset):
 
     def _check_rejected(self) -> None:
         limit = self.settings.max_bad_lines
-        rejected, lines = map(sum, zip(*(stream.rejected_and_lines for stream in self.streams), strict=True))
-        if rejected > allowed(limit, lines):
+        rejected = sum(stream.rejected for stream in self.streams)
+        if rejected > limit:
             raise UserError(
-                f"{too_many(limit, rejected, lines)}, listed in {rejected_path(self.settings.folder)}: fix them, "
-                "name another key by --text_key, or allow more with --max_bad_lines"
+                f"more than {limit} bad lines: {rejected} so far, listed in {rejected_path(self.settings.folder)}: "
+                "fix them, name another key by --text_key, or allow more with --max_bad_lines"
             )
 
     def close(self) -> None:

@@ -57,14 +57,13 @@ class Position:
     Attributes:
         epoch, shard: how often the stream has read the text, and the number of the current shard.
         items: records read in this shard, with those that could not be used.
-        rejected, lines: unusable records and all records of epoch 0, which meets each record once.
+        rejected: unusable records of epoch 0, which meets each record once.
     """
 
     epoch: int = 0
     shard: int = 0
     items: int = 0
     rejected: int = 0
-    lines: int = 0
 
 
 @dataclass(frozen=True)
@@ -124,8 +123,7 @@ class StreamText:
     """The documents of one stream, as an endless iterator.
 
     Args:
-        max_bad_lines: maximum number of unusable records in the stream; None stops only where most records are
-            unusable.
+        max_bad_lines: maximum number of unusable records in the stream.
 
     Attributes:
         position: position after the last document.
@@ -138,14 +136,14 @@ class StreamText:
         stream: int,
         position: Position,
         text_key: str,
-        max_bad_lines: int | None,
+        max_bad_lines: int,
         listed_in: str | os.PathLike = "",
     ):
         self.plan, self.stream, self.position = plan, stream, position
         self.rejected: list[Rejected] = []
-        self._text_key, self._counts = text_key, RejectedRecords(max_bad_lines, of_part=True)
+        self._text_key, self._counts = text_key, RejectedRecords(max_bad_lines)
         self._counts.path = Path(listed_in)
-        self._counts.count, self._counts.lines = position.rejected, position.lines
+        self._counts.count = position.rejected
 
     def __iter__(self) -> Iterator[Record]:
         num_without = 0  # shards in a row
@@ -187,12 +185,10 @@ class StreamText:
         position, counts = self.position, self._counts
         if isinstance(item, Rejected) and item.is_empty:
             counts.num_empty += 1
-        elif position.epoch == 0 and isinstance(item, Record):
-            counts.accept()
-        elif position.epoch == 0:
+        elif position.epoch == 0 and isinstance(item, Rejected):
             self.rejected.append(located := locate(shard, item))
             counts.add(located.where, located.reason)
-        self.position = Position(position.epoch, position.shard, position.items + 1, counts.count, counts.lines)
+        self.position = Position(position.epoch, position.shard, position.items + 1, counts.count)
 
 
 # ---- the worker process ----
@@ -227,7 +223,7 @@ class ChunkSettings:
     plan: StreamPlan
     folder: str
     encoder: TextEncoder
-    max_bad_lines: int | None
+    max_bad_lines: int
 
 
 @dataclass(frozen=True)

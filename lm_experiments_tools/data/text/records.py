@@ -10,8 +10,8 @@
 | dataset | a row of a Hugging Face dataset; numbers of classes become their names |
 
 `rows` yields rows of fine-tuning data, and `read_shard` texts of a corpus. A row that cannot be used becomes a
-`Rejected`: it has broken JSON, lacks the text key, has invalid UTF-8, or the like. By default 100 rows may be
-rejected, or 0.1 % of those read if that is more. Rows with an empty text or null are dropped and not limited.
+`Rejected`: it has broken JSON, lacks the text key, has invalid UTF-8, or the like. Rows with an empty text or null are
+dropped and not limited.
 """
 
 import csv
@@ -49,8 +49,6 @@ _NO_KEY, _OF_TYPE = "no key", "is of type"  # in the reasons for records without
 _NO_LIST = "a JSON list, not an object: write one object a line (jq -c '.[]' texts.json > texts.jsonl)"
 _NO_LINES = "a JSON object over several lines: write each object on one line, or a list of them"
 _NOT_UTF8 = 'not UTF-8: save the file as UTF-8 (in a spreadsheet program as "CSV UTF-8")'
-_MIN_ALLOWED, _LINES_PER_REJECTED = 100, 1000  # default limit: this many, or one in so many lines
-_MIN_HOPELESS = 10_000
 _LOGGED = 10  # rejected rows of fine-tuning data that are named one by one
 _BOM = b"\xef\xbb\xbf"
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -110,21 +108,6 @@ class Record(NamedTuple):
         return Rejected(self.path, self.line, str(error), excerpt(self.raw), error.is_empty)
 
 
-def allowed(limit: int | None, lines: int) -> int:
-    """Return the maximum number of unusable records among `lines` records: `limit`, by default max(100, 0.1 %)."""
-    return max(_MIN_ALLOWED, lines // _LINES_PER_REJECTED) if limit is None else limit
-
-
-def too_many(limit: int | None, rejected: int, lines: int) -> str:
-    """Return the beginning of the error message for too many unusable records.
-
-    Args:
-        limit: maximum number of unusable records; None for the default of `allowed`.
-    """
-    rate = f", and than 0.1 % of the {lines:,} lines read" if limit is None else ""
-    return f"more than {allowed(limit, lines)} bad lines{rate}: {rejected} so far"
-
-
 class TooManyRejected(UserError):
     """Error that stops reading because more records than allowed cannot be used."""
 
@@ -133,42 +116,32 @@ class RejectedRecords:
     """Counts the records that cannot be used, lists them in a file, and raises UserError if there are too many.
 
     Args:
-        limit: maximum number of rejected records; None for 100, or 0.1 % of the records read if that is more.
+        limit: maximum number of rejected records.
         path: JSON-lines file for the rejected records (`file`, `line`, `reason`, `content`), written if there are any;
             None to count them only.
-        of_part: True if the records are of one part of the text. With `limit` None, reading then stops only if most of
-            very many records are rejected, because the default limit is for the whole text.
         of_rows: True for rows of fine-tuning data, which have no --text_key. The first rejected ones are logged.
         quiet: True to log none, because another reading of the same rows does.
 
     Attributes:
-        count, lines: rejected records, and all records read.
+        count: rejected records.
         first: "file:line: reason" of the first rejected record, or "".
         num_empty: empty records, which are not in `count`.
     """
 
-    def __init__(
-        self, limit: int | None, path: Any = None, *, of_part: bool = False, of_rows: bool = False, quiet: bool = False
-    ):
-        self.limit, self.path, self._of_part = limit, None if path is None else Path(path), of_part
-        self.count = self.lines = self.num_empty = 0
+    def __init__(self, limit: int, path: Any = None, *, of_rows: bool = False, quiet: bool = False):
+        self.limit, self.path = limit, None if path is None else Path(path)
+        self.count = self.num_empty = 0
         self.first, self._lacks_key, self._of_rows, self._quiet = "", False, of_rows, quiet
         self._file: TextIO | None = None
         if self.path is not None:
             self.path.unlink(missing_ok=True)
 
-    def accept(self, number: int = 1) -> None:
-        """Count `number` records as read and usable."""
-        self.lines += number
-
     def add(self, where: str, reason: str) -> None:
         """Count a record that cannot be used, at the position "file:line". Raises TooManyRejected above the limit."""
         self.count += 1
-        self.lines += 1
         self.first = self.first or f"{where}: {reason}"
         self._lacks_key = self._lacks_key or reason.startswith(_NO_KEY) or f" {_OF_TYPE} " in reason
-        is_part = self._of_part and self.limit is None
-        if self.count > (max(_MIN_HOPELESS, self.lines // 2) if is_part else allowed(self.limit, self.lines)):
+        if self.count > self.limit:
             raise self.error()
         if self._of_rows and not self._quiet and self.count <= _LOGGED:
             logger.warning("left out %s: %s", where, reason)
@@ -192,7 +165,7 @@ class RejectedRecords:
         """Build the error for too many rejected records."""
         listed = "" if self.path is None else f"; they are listed in {self.path}"
         advice = "" if self.path is None and not self._of_rows else ": fix them or allow more with --max_bad_lines"
-        message = f"{too_many(self.limit, self.count, self.lines)}, the first is {self.first}"
+        message = f"more than {self.limit} bad lines: {self.count} so far, the first is {self.first}"
         return TooManyRejected(f"{message}{listed}{advice}{self.remedy}")
 
     @property
@@ -288,7 +261,6 @@ def converted(items: Iterable[Any], convert: Callable[[Any], T], rejected: Rejec
         except BadRecord as error:
             rejected.reject(item.rejected(error))
         else:
-            rejected.accept()
             yield result
 
 

@@ -205,18 +205,18 @@ class EncodedWriter(IndexedDatasetWriter):
         self.num_empty += shard.meta["empty_documents"]
 
 
-def encode_shard(shard: Shard, prefix: str, encoder: Encoder, limit: int | None) -> tuple[int, bool]:
+def encode_shard(shard: Shard, prefix: str, encoder: Encoder, limit: int) -> tuple[int, bool]:
     """Encode a shard (a part of the text) into token files, one per suffix of the encoder.
 
     Rejected records are listed in `prefix`.bad.jsonl.
 
     Args:
-        limit: maximum number of rejected records; None for the default limit.
+        limit: maximum number of rejected records.
 
     Returns:
         Number of rejected records, and False if they were too many and the shard was abandoned.
     """
-    rejected = RejectedRecords(limit, f"{prefix}.bad.jsonl", of_part=True)
+    rejected = RejectedRecords(limit, f"{prefix}.bad.jsonl")
     try:
         with closing(rejected), ExitStack() as stack:
             names = [prefix + suffix for suffix in encoder.suffixes]
@@ -227,7 +227,6 @@ def encode_shard(shard: Shard, prefix: str, encoder: Encoder, limit: int | None)
                     writer.add(encoder.encode(texts))
             for writer in writers:
                 writer.finalize({
-                    "num_lines": rejected.lines - rejected.count,
                     "bad_lines": rejected.count,
                     "num_documents": writer.num_documents,
                     "num_bytes": writer.num_bytes,
@@ -252,7 +251,7 @@ def work(caller: Caller) -> None:
 
 
 def _encode_shards(
-    jobs: Sequence[tuple[Shard, str]], encoder: Encoder, workers: int, limit: int | None, remedy: str
+    jobs: Sequence[tuple[Shard, str]], encoder: Encoder, workers: int, limit: int, remedy: str
 ) -> Iterator[tuple[Shard, str]]:
     """The (shard, prefix) of each finished job; ends early where too many records are rejected."""
     num_rejected, workers = 0, min(workers, len(jobs))
@@ -266,7 +265,7 @@ def _encode_shards(
         try:
             for job, (count, finished) in answers:
                 num_rejected += count
-                if not finished or (limit is not None and num_rejected > limit):
+                if not finished or num_rejected > limit:
                     return
                 yield job
         except WorkerEnded as end:
@@ -286,7 +285,7 @@ class Tokenization:
         prefix: path of the folder for finished shards, without its ending ".shards/". The caller must hold its lock.
         outputs: prefixes of the token files, one per suffix of the encoder.
         rejected: path of the list of rejected records.
-        limit: maximum number of rejected records; None for the default limit.
+        limit: maximum number of rejected records.
         workers: number of processes.
         remedy: advice in the error message if a process dies.
     """
@@ -296,7 +295,7 @@ class Tokenization:
     prefix: str
     outputs: Sequence[str]
     rejected: str
-    limit: int | None
+    limit: int
     workers: int
     remedy: str = "try again with fewer workers"
 
@@ -411,14 +410,13 @@ class _ShardFiles:
         if datasets_of(self.shards) and plan_fingerprint(self.shards, self._encoder.identity) != self._fingerprint:
             raise UserError("files of the datasets were changed while they were being read: start again")
 
-    def collect_rejected(self, path: str, limit: int | None) -> RejectedRecords:
+    def collect_rejected(self, path: str, limit: int) -> RejectedRecords:
         """The rejected records of all shards, with the lines of their files, listed in `path`."""
         rejected = RejectedRecords(limit, path)
         file, position, lines = "", 0, 0
         with closing(rejected):
             for number, shard in enumerate(self.shards):
                 record, listed = self._record(number), Path(f"{self._prefix(number)}.bad.jsonl")
-                rejected.accept(record["num_lines"] if record else 0)
                 rejected.num_empty += record["empty_documents"] if record else 0
                 if listed.is_file():
                     if shard.path != file:
@@ -429,10 +427,6 @@ class _ShardFiles:
                     for entry in map(json.loads, listed.read_text(encoding="utf-8").splitlines()):
                         line = lines + entry["line"]
                         rejected.reject(Rejected(shard.path, line, entry["reason"], entry["content"]))
-                if listed.is_file() and record is None:
-                    raise UserError(
-                        f"most lines of {shard.path} are bad: {rejected}{rejected.remedy or '; give another --input'}"
-                    )
         if rejected.count:
             logger.warning("%s", rejected)
         return rejected
@@ -458,7 +452,7 @@ def tokenize_corpus(
     append_eos: bool = False,
     text_key: str = "text",
     document_per_line: bool = False,
-    max_bad_lines: int | None = None,
+    max_bad_lines: int = 100,
     encode_by: str | None = None,
     show_progress: bool | None = None,
     overwrite: bool = False,
@@ -473,7 +467,7 @@ def tokenize_corpus(
         append_eos: append EOS to each document.
         text_key: key of the text in a JSON record.
         document_per_line: each line of a text file is a document, instead of the lines between blank lines.
-        max_bad_lines: limit of rejected records, listed in PREFIX.bad_lines.jsonl; None for max(100, 0.1 %).
+        max_bad_lines: limit of rejected records, listed in PREFIX.bad_lines.jsonl.
         encode_by: "line" encodes each line separately and gives the ids of Hugging Face tokenizers; "document" gives
             those of seqio; None uses `Tokenizer.encode_by`.
         show_progress: show a progress bar; None shows one on a terminal.
