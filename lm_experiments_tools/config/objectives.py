@@ -17,10 +17,6 @@ from lm_experiments_tools.names import resolve_name, source_imports
 
 ModelKind = Literal["encoder-decoder", "decoder", "encoder"]
 
-OF_NATIVE_PIPELINE = Ignored(
-    lambda args: getattr(args, "data_pipeline", None) == "seqio",  # BERT's runs have no other
-    "needs --data_pipeline native",
-)
 _OF_TOKEN_FILES = Ignored(
     lambda args: getattr(args, "streaming", False), "is not for --streaming: tokenize first (lmtools tokenize)"
 )
@@ -35,13 +31,11 @@ class ObjectiveFacts:
         objective_class: `module:Class` of the `Objective`.
         models: kinds of model that can be trained with it ("encoder", "encoder-decoder", "decoder").
         reads: the objective-specific flags that it uses.
-        in_seqio: True if `--data_pipeline seqio` can make its examples.
     """
 
     objective_class: str = ""
     models: tuple[ModelKind, ...]
     reads: tuple[str, ...] = ()
-    in_seqio: bool = False
 
     @property
     def has_targets(self) -> bool:
@@ -68,13 +62,11 @@ OBJECTIVES = {
         objective_class=f"{_HOME}.span_corruption:SpanCorruption",
         models=("encoder-decoder",),
         reads=("target_seq_len", "noise_density", "mean_noise_span_length"),
-        in_seqio=True,
     ),
     "prefix_lm": ObjectiveFacts(
         objective_class=f"{_HOME}.prefix_lm:PrefixLM",
         models=("encoder-decoder",),
         reads=("target_seq_len", "mix_rows", "append_eos"),
-        in_seqio=True,
     ),
     "ul2": ObjectiveFacts(
         objective_class=f"{_HOME}.ul2:UL2",
@@ -93,7 +85,7 @@ OBJECTIVES = {
     ),
 }
 # module:name, whose examples seqio makes
-REGISTERED_TASK = ObjectiveFacts(models=("encoder-decoder",), reads=("target_seq_len",), in_seqio=True)
+REGISTERED_TASK = ObjectiveFacts(models=("encoder-decoder",), reads=("target_seq_len",))
 
 
 @dataclass(frozen=True)
@@ -176,10 +168,10 @@ class ObjectiveArgs:
     mlm_positions: MlmPositions = None
     """mlm: tokens whose words are scored, only those with a label or all. None: those with a label, in our
     BERT and ModernBERT."""
-    mix_rows: Annotated[int | None, COUNT, OF_NATIVE_PIPELINE, _OF_TOKEN_FILES] = None
+    mix_rows: Annotated[int | None, COUNT, _OF_TOKEN_FILES] = None
     """prefix_lm, ul2: rows that hold all lengths in their shares, in order of length, so that micro-batches pad
     little. None: all rows of a step, over all workers; 1: rows in random order."""
-    append_eos: Annotated[bool, OF_NATIVE_PIPELINE] = True
+    append_eos: bool = True
     """prefix_lm, ul2, causal_lm: end each document of raw text with EOS. Token files are as `lmtools tokenize
     --append_eos` made them or not."""
 

@@ -16,7 +16,7 @@ from lm_experiments_tools.config.flags import (
     is_given,
     needs,
 )
-from lm_experiments_tools.config.objectives import OF_NATIVE_PIPELINE, ObjectiveArgs
+from lm_experiments_tools.config.objectives import ObjectiveArgs
 from lm_experiments_tools.config.phases import PhaseArgs
 from lm_experiments_tools.config.training import VALIDATION, ExperimentArgs
 from lm_experiments_tools.errors import UserError
@@ -44,13 +44,13 @@ _OF_SIZES = needs("data_blending", "proportional")
 class MixtureArgs:
     """How several --data_path are mixed."""
 
-    data_weights: Annotated[tuple[float, ...], _MIXES, OF_NATIVE_PIPELINE] = ()
+    data_weights: Annotated[tuple[float, ...], _MIXES] = ()
     """Weight of each --data_path. Empty: 1 for each."""
-    data_blending: Annotated[Literal["proportional", "megatron"], _MIXES, OF_NATIVE_PIPELINE] = "proportional"
+    data_blending: Annotated[Literal["proportional", "megatron"], _MIXES] = "proportional"
     """proportional: weight 2 takes each sample of a source twice an epoch; megatron: weights are shares of it."""
-    data_maximum: Annotated[int | None, COUNT, _MIXES, _OF_SIZES, OF_NATIVE_PIPELINE] = None
+    data_maximum: Annotated[int | None, COUNT, _MIXES, _OF_SIZES] = None
     """proportional: most examples of a source, weighted, that count (T5's artificial limit). None: all."""
-    data_temperature: Annotated[float, POSITIVE, _MIXES, _OF_SIZES, OF_NATIVE_PIPELINE] = 1.0
+    data_temperature: Annotated[float, POSITIVE, _MIXES, _OF_SIZES] = 1.0
     """proportional: shares are sizes, weighted, to the power of 1 / temperature: 1 as they are, 100 nearly equal."""
 
     def check(self) -> None:
@@ -76,7 +76,7 @@ class MixtureArgs:
 class EpochArgs:
     """The length of a run in epochs."""
 
-    epochs: Annotated[float | None, HARMLESS, POSITIVE, _UNCOUNTED, OF_NATIVE_PIPELINE] = None
+    epochs: Annotated[float | None, HARMLESS, POSITIVE, _UNCOUNTED] = None
     """Passes over the training data, instead of --iters."""
 
     def check(self) -> None:
@@ -89,7 +89,7 @@ class EpochArgs:
 class HoldOutArgs:
     """Validation data out of the training data."""
 
-    valid_fraction: Annotated[float | None, _HELD_OUT, _STREAMED, OF_NATIVE_PIPELINE] = None
+    valid_fraction: Annotated[float | None, _HELD_OUT, _STREAMED] = None
     """Fraction of the documents of --data_path to hold out for validation, instead of --valid_data_path: by a hash of
     the document, so the same ones at each start. The tokens are copied once, to .cache/tokens."""
 
@@ -142,10 +142,7 @@ class DataArgs:
     vocab: Annotated[str | None, HARMLESS] = None
     """SentencePiece .model file, folder or Hub name of a Hugging Face tokenizer, tokenizer.json, or bytes (as ByT5).
     None: the one recorded beside a token prefix, else vocabs/sentencepiece.model if it is there."""
-    data_pipeline: Literal["auto", "native", "seqio"] = "auto"
-    """native: token files, O(1) resume; seqio: Google's t5/seqio on text, in a process of its own;
-    auto: native, except for tasks of seqio's registry (--task module:name)."""
-    streaming: Annotated[bool, OF_NATIVE_PIPELINE] = False
+    streaming: bool = False
     """Tokenize while training, from the first document on, instead of before it."""
     streams: Annotated[int, COUNT] = 16
     """With --streaming: streams that the text is dealt to, at most; part of its order. As many workers, or fewer that
@@ -205,11 +202,8 @@ class T5PretrainingArgs(
     def check(self) -> None:
         """Check the flags against each other, for example a seqio task against `--data_path`. Raises UserError."""
         if not self.is_registered_task():
-            if self.data_pipeline == "seqio" and not self.objective().in_seqio:
-                raise UserError(f"--data_pipeline seqio does not support --task {self.task}.")
             return
         for flag, is_used in (
-            ("data_pipeline native", self.data_pipeline == "native"),
             ("streaming", self.streaming),
             ("data_path", self.data_path),
             ("valid_data_path", self.valid_data_path),
@@ -223,7 +217,3 @@ class T5PretrainingArgs(
                 )
         if not self.vocab:
             raise UserError(f"--task {self.task} needs --vocab: the vocabulary of its features.")
-
-    def through_seqio(self) -> bool:
-        """True if seqio reads the data: `--data_pipeline seqio`, or a task of seqio's registry."""
-        return self.data_pipeline == "seqio" or self.is_registered_task()

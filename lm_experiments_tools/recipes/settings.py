@@ -198,7 +198,6 @@ class PreTrainingSettings(RunSettings, total=False):
     trained: Sequence[str]
     model_options: Sequence[str]
     vocab: str | None
-    data_pipeline: Literal["auto", "native", "seqio"]
     streaming: bool
     streams: int
     task: str

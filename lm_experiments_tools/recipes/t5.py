@@ -72,7 +72,7 @@ class T5Pretraining(Pretraining):
     def check(self, args: T5PretrainingArgs, source: ModelSource) -> None:
         vocabulary = self.data_sources[0].vocabulary
         check_model(args, source, vocabulary.size)
-        if not args.through_seqio():
+        if not args.is_registered_task():
             on_all(self.backend, lambda: build_objective(args, vocabulary, source.kind))
 
     def training_tokens(self, phase: Phase) -> list[IndexedDataset]:
@@ -205,10 +205,10 @@ def pretraining_data(
         UserError: data is missing, empty or damaged, or the objective does not support the settings.
     """
     vocabulary = sources.vocabulary
-    if args.through_seqio():
+    if args.is_registered_task():
         from lm_experiments_tools.data.seqio.client import check_possible, seqio_data
 
-        on_all(backend, lambda: check_possible(args, vocabulary))  # before validation text is tokenized
+        on_all(backend, lambda: check_possible(args))  # before validation text is tokenized
     else:
         on_all(backend, lambda: build_objective(args, vocabulary, model_kind))  # refused before hours of tokenizing
     if args.task == "mlm" and backend.is_main:
@@ -224,7 +224,7 @@ def pretraining_data(
     train: TrainSource | None = None
     if args.validate_only and valid_tokens is not None:
         described = f"{args.task}, validation only"
-    elif args.through_seqio():
+    elif args.is_registered_task():
         train, valid, described = seqio_data(args, backend, vocabulary)
     elif args.streaming:
         from lm_experiments_tools.data.streaming.stream import streaming_data

@@ -54,7 +54,9 @@ def show(args: Any, origins: Mapping[str, str]) -> None:
     if len(phases) > 1:
         print(f"\nphase 1 of {len(phases)}")
     settings = {field.name: getattr(phases[0], field.name) for field in fields(args)}
-    documents = {} if script == "finetune" or getattr(args, "through_seqio", bool)() else {"documents": _DOCUMENTS}
+    documents = (
+        {} if script == "finetune" or getattr(args, "is_registered_task", bool)() else {"documents": _DOCUMENTS}
+    )
     inspect.show(script, inspect.SCRIPTS[script](**settings, samples=1, world_size=workers, **documents))
     print("\nmemory and time")
     try:

@@ -103,9 +103,9 @@ def _training_tokens(args: Any, sources: list[TokenSource], scratch: str) -> tup
 def _t5_training(args: Any, sources: list[TokenSource], data: T5Sources, scratch: str) -> Section:
     is_whole, settings = all(source.is_whole for source in sources), args
     tokens, held_out = _training_tokens(args, sources, scratch)
-    if not args.through_seqio() and not (args.streaming and is_whole):
+    if not args.is_registered_task() and not (args.streaming and is_whole):
         prefixes = tuple(map(data.add, tokens))
-        settings = replace(args, data_path=prefixes, data_pipeline="native", streaming=False, valid_fraction=None)
+        settings = replace(args, data_path=prefixes, streaming=False, valid_fraction=None)
     # One worker reads the rows of all: the same global batches, length grouping included.
     rows = args.batch_size * args.world_size
     settings = replace(settings, batch_size=rows, fp16_allreduce=False, model_path=None)

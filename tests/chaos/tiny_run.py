@@ -59,7 +59,7 @@ def flags(
         data_path=text, valid_data_path=text, vocab=inputs / "vocab.model", model_cfg=inputs / "tiny.json",
         model_path=run / "model", input_seq_len=32, target_seq_len=8, lr=1e-2,
         log_interval=4, valid_interval=3, save_interval=save_interval,
-        keep_checkpoints=keep, save_best=True, data_n_workers=1, data_pipeline="native", peak_tflops=1,
+        keep_checkpoints=keep, save_best=True, data_n_workers=1, peak_tflops=1,
         stall_timeout=20, seed=7, **how,
     )  # fmt: skip
 

@@ -40,19 +40,15 @@ T5_MODEL = "--model_cls transformers:T5ForConditionalGeneration --model_cfg t5.j
 SEQIO_PACKAGES = ("t5", "seqio", "tensorflow")
 # name in the table: flags, packages
 OBJECTIVES = {
-    "span_corruption": (f"--data_pipeline native --task span_corruption --target_seq_len 24 {T5_MODEL}", ()),
-    "prefix_lm": (f"--data_pipeline native --task prefix_lm --target_seq_len 64 {T5_MODEL}", ()),
-    "ul2": (f"--data_pipeline native --task ul2 --target_seq_len 64 {T5_MODEL}", ()),
+    "span_corruption": (f"--task span_corruption --target_seq_len 24 {T5_MODEL}", ()),
+    "prefix_lm": (f"--task prefix_lm --target_seq_len 64 {T5_MODEL}", ()),
+    "ul2": (f"--task ul2 --target_seq_len 64 {T5_MODEL}", ()),
     "causal_lm": (
-        "--data_pipeline native --task causal_lm --model_cls transformers:GPT2LMHeadModel --model_cfg gpt2.json", ()
+        "--task causal_lm --model_cls transformers:GPT2LMHeadModel --model_cfg gpt2.json", ()
     ),
     "mlm": (
-        "--data_pipeline native --task mlm --model_cls transformers:BertForMaskedLM --model_cfg bert_mlm.json", ()
+        "--task mlm --model_cls transformers:BertForMaskedLM --model_cfg bert_mlm.json", ()
     ),
-    "seqio_span_corruption": (
-        f"--data_pipeline seqio --task span_corruption --target_seq_len 24 {T5_MODEL}", SEQIO_PACKAGES
-    ),
-    "seqio_prefix_lm": (f"--data_pipeline seqio --task prefix_lm --target_seq_len 64 {T5_MODEL}", SEQIO_PACKAGES),
     "bert": ("--model_cls transformers:BertForPreTraining --model_cfg bert.json", ()),
 }  # fmt: skip
 # backend -> name in the table, rows of a micro-batch and of accumulation that split the 8 rows of a step

@@ -50,7 +50,7 @@ def start(kind, folder, run, kill=(), **changed):
     flags = {
         "data_path": folder / "text.jsonl", "vocab": folder / "vocab.model", "model_cfg": folder / "tiny.json",
         "model_path": folder / run, "input_seq_len": 24, "target_seq_len": 16, "batch_size": 2, "lr": 1e-2,
-        "log_interval": 1, "save_interval": 2, "data_n_workers": 1, "data_pipeline": "native", "peak_tflops": 1,
+        "log_interval": 1, "save_interval": 2, "data_n_workers": 1, "peak_tflops": 1,
         "phases": tuple(map(json.dumps, PHASES)), **changed,
     }  # fmt: skip
     launch.start(kind, script, *kill, *words(**flags), fails=bool(kill))

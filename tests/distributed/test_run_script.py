@@ -61,7 +61,7 @@ def flags(text, run_dir, batch_size=2, accumulation=2):
         "--log_interval", 5, "--iters", STEPS, "--data_path", text, "--model_path", run_dir, "--input_seq_len", 64,
         "--target_seq_len", 24, "--lr", "5e-03", "--weight_decay", "1e-05", "--model_cfg", text.parent / "tiny.json",
         "--model_cls", "transformers:T5ForConditionalGeneration", "--vocab", text.parent / "vocab.model",
-        "--working_dir", text.parent, "--data_pipeline", "native",
+        "--working_dir", text.parent,
     ]  # fmt: skip
 
 

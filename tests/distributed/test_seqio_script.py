@@ -69,7 +69,7 @@ def work(tmp_path_factory):
 
 
 def flags(work, run_dir, batch_size=8, dropout=0.1, **data):
-    data = data or {"data_path": work / "json", "data_pipeline": "seqio"}
+    data = data or {"task": "tasks:denoise"}
     return [
         "--batch_size", batch_size, "--save_interval", 8, "--log_interval", 4, "--iters", STEPS, "--model_path",
         run_dir, "--input_seq_len", 64, "--target_seq_len", 32, "--lr", "5e-03", "--model_cfg", work / "tiny.json",

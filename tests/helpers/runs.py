@@ -53,7 +53,7 @@ def tiny_run(folder: Path, model: Mapping[str, Any], **flags: Any) -> dict[str, 
     return {
         "data_path": folder / "text.jsonl", "vocab": numbered_words_vocabulary(folder), "batch_size": 4, "lr": 1e-3,
         "model_cfg": folder / "tiny.json", "input_seq_len": 32, "data_n_workers": 1, "log_interval": 1,
-        "save_interval": 2, "data_pipeline": "native", **flags,
+        "save_interval": 2, **flags,
     }  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def scored_tokens(monkeypatch: pytest.MonkeyPatch, vocab_size: int) -> list[int]
 # Flags of a run in a folder of `write_toys`, all but the vocabulary's.
 T5_RUN = {
     "data_path": "text.jsonl", "model_cfg": "tiny.json", "input_seq_len": 32, "target_seq_len": 16, "batch_size": 4,
-    "lr": 1e-3, "iters": 2, "log_interval": 1, "data_n_workers": 1, "backend": "local", "data_pipeline": "native",
+    "lr": 1e-3, "iters": 2, "log_interval": 1, "data_n_workers": 1, "backend": "local",
 }  # fmt: skip
 
 TINY = {

@@ -6,9 +6,7 @@ python seqio_oracle.py FOLDER    FOLDER holds vocab.model, docs.json, tasks.py; 
 import dataclasses
 import functools
 import json
-import logging
 import sys
-import time
 import types
 from itertools import islice
 from pathlib import Path
@@ -18,7 +16,6 @@ import seqio
 import tensorflow as tf
 from t5.data import preprocessors as t5
 
-from lm_experiments_tools.data.seqio import tasks as seqio_tasks
 from lm_experiments_tools.data.seqio.tasks import TaskExamples, step_name
 from lm_experiments_tools.data.seqio.worker import PADDING, Job
 from lm_experiments_tools.errors import UserError
@@ -29,12 +26,10 @@ REGISTERED = (40, 24)
 
 
 def job(folder, task, **changed):
-    inputs, targets = LENGTHS.get(task, REGISTERED)
+    inputs, targets = REGISTERED
     settings = Job(
-        task=task, data_path=[str(folder / "json")], text_key="text", max_bad_lines=3,
-        rejected_path=str(folder / "bad_lines.jsonl"), vocab_path=str(folder / "vocab.model"), inputs_length=inputs,
-        targets_length=targets, noise_density=0.15, mean_noise_span_length=3.0, seed=SEED, validation=False,
-        valid_samples=None, threads=2, folder=str(folder),
+        task=task, vocab_path=str(folder / "vocab.model"), inputs_length=inputs, targets_length=targets, seed=SEED,
+        validation=False, valid_samples=None, threads=2,
     )  # fmt: skip
     return dataclasses.replace(settings, **changed)
 
@@ -100,34 +95,6 @@ def mixing_rates():
     return sizes, rates
 
 
-def text_tasks(folder, made, said):
-    logged = []
-    for name in LENGTHS:
-        examples = TaskExamples(job(folder, name), lambda level, text: logged.append([level, text]))
-        made[f"ours_{name}"] = ours(examples)
-        made[f"theirs_{name}"] = theirs(plain_task(folder, name), LENGTHS[name])
-        said[f"fingerprint_{name}"] = examples.fingerprint()
-        if name == "span_corruption":
-            again = TaskExamples(job(folder, name, threads=1), print)
-            made["from_100_rows_of_12"] = ours(again, start=100, rows=12, number=120)
-    said["bad_lines"] = [text for level, text in logged if level == logging.WARNING]
-    # many files held in memory are compared with seqio's above; here one, whose passes are given many at a time
-    for name, limit in (("kept", 1 << 20), ("read", 0)):
-        seqio_tasks._SMALL_TEXT = limit
-        examples = TaskExamples(job(folder, "span_corruption", data_path=[str(folder / "tiny.jsonl")]), print)
-        made[f"tiny_{name}"], said[f"print_{name}"] = ours(examples, number=240), examples.fingerprint()
-    seqio_tasks._SMALL_TEXT = 1 << 20
-    began = time.process_time()
-    (folder / "one.txt").write_text("a few words\n")
-    ours(TaskExamples(job(folder, "span_corruption", data_path=[str(folder / "one.txt")]), print), number=240)
-    said["seconds_of_one_line"] = time.process_time() - began
-    forged = TaskExamples(job(folder, "prefix_lm", data_path=[str(folder / "forged.jsonl")]), print)
-    made["forged"] = ours(forged, number=16)
-    said["bound"] = step_name(functools.partial(functools.partial(refusal, noise=0.5, steps=[1]), "a"))
-    said["too_many"] = refusal(folder, "span_corruption", max_bad_lines=1)
-    said["no_text"] = refusal(folder, "prefix_lm", data_path=[str(folder / "broken.jsonl")])
-
-
 def registered_tasks(folder, made, said):
     sys.path.insert(0, str(folder))
     said["raises"], said["leaves"] = refusal(folder, "raises:lines"), refusal(folder, "leaves:lines")
@@ -141,6 +108,8 @@ def registered_tasks(folder, made, said):
         made[f"theirs_{name}"] = theirs(name, REGISTERED, shuffle=name != "ordered")
         said[f"fingerprint_{name}"] = examples.fingerprint()
         if name == "lines":
+            again = TaskExamples(job(folder, f"tasks:{name}", threads=1), print)
+            made["from_100_rows_of_12"] = ours(again, start=100, rows=12, number=120)
             made["ours_validation"] = np.concatenate(list(examples.validation()))
             made["theirs_validation"] = theirs(name, REGISTERED, dataset_split="validation", num_epochs=1)
     examples = TaskExamples(job(folder, "tasks:lines", validation=True, valid_samples=7), print)
@@ -164,7 +133,9 @@ def glue_tasks(folder, said):
 def main(folder):
     made, said = {}, {"padding": PADDING, "mixing_rates": mixing_rates()}
     glue_tasks(folder, said)
-    text_tasks(folder, made, said)
+    for name, lengths in LENGTHS.items():
+        made[f"theirs_{name}"] = theirs(plain_task(folder, name), lengths)
+    said["bound"] = step_name(functools.partial(functools.partial(refusal, noise=0.5, steps=[1]), "a"))
     registered_tasks(folder, made, said)
     np.savez(folder / "made.npz", **made)
     (folder / "said.json").write_text(json.dumps(said))

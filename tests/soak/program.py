@@ -53,7 +53,7 @@ def command(inputs: Path, run: Path, steps: int, launcher: str) -> list[str]:
     flags = words(
         data_path=inputs / "train.jsonl", valid_data_path=inputs / "valid.jsonl", vocab=inputs / "vocab.model",
         model_cfg=inputs / "tiny.json", model_path=run, input_seq_len=32, target_seq_len=8, batch_size=ROWS,
-        data_pipeline="native", data_n_workers=1, lr=1e-3, lr_scheduler="linear", num_warmup_steps=10, iters=steps,
+        data_n_workers=1, lr=1e-3, lr_scheduler="linear", num_warmup_steps=10, iters=steps,
         log_interval=10, valid_interval=often, save_interval=often, keep_checkpoints=2, save_best=True, seed=3,
         peak_tflops=1,
     )  # fmt: skip

@@ -7,7 +7,6 @@ depends only on the seed. Rank `rank` of `world_size` uses the rows k * world_si
 from __future__ import annotations
 
 import importlib.util
-import logging
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +16,8 @@ import numpy as np
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.data.dataset import SampleDataset
 from lm_experiments_tools.data.loader import TrainSource, ValidLoader, ValidSource
-from lm_experiments_tools.data.objectives.span_corruption import plan_spans, random_spans_lengths
 from lm_experiments_tools.data.seqio.worker import PADDING, Job, work
-from lm_experiments_tools.data.text.sentencepiece_tokenizer import SentencePieceTokenizer
-from lm_experiments_tools.data.text.sources import find_files
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
-from lm_experiments_tools.data.tokens.indexed import token_prefix
 from lm_experiments_tools.data.workers import Worker, WorkerEnded, available_cores
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
@@ -30,8 +25,6 @@ from lm_experiments_tools.labels import IGNORED_LABEL
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
-
-logger = logging.getLogger(__name__)
 
 _ENVIRONMENT = {  # of the worker: no GPU, and TensorFlow quiet
     "CUDA_VISIBLE_DEVICES": "-1",
@@ -50,14 +43,23 @@ def seqio_data(
         Training batches of this rank, validation data of a registered task (or None), and a description for the log.
 
     Raises:
-        UserError: a package is missing, t5 would make wrong examples with these settings, or the task has no examples.
+        UserError: a package is missing, or the task has no examples.
     """
-    check_possible(args, vocabulary)
-    lengths = (args.input_seq_len, _targets_length(args, vocabulary))
+    check_possible(args)
+    lengths = (args.input_seq_len, args.target_seq_len)
     hosts = backend.gather(socket.gethostname())
     cores = max(1, available_cores() // hosts.count(hosts[backend.rank]))
     logs = Path(args.model_path, "logs") if args.model_path else Path(".cache", "seqio")
-    job = _job(args, vocabulary, lengths[1], logs, args.data_n_workers or cores, is_main=backend.is_main)
+    job = Job(
+        task=args.task,
+        vocab_path=vocabulary.recorded_as,
+        inputs_length=args.input_seq_len,
+        targets_length=args.target_seq_len,
+        seed=args.seed,
+        validation=bool(args.needs_validation() or args.valid_samples),
+        valid_samples=args.valid_samples,
+        threads=args.data_n_workers or cores,
+    )
     worker = on_all(backend, lambda: SeqioWorker(job, logs / f"seqio.rank{backend.rank}.log"))
     rows = args.rows_on_worker(backend.world_size)
     train = SeqioLoader(worker, lengths, vocabulary.pad_id, rows, backend.rank, backend.world_size)
@@ -69,63 +71,14 @@ def seqio_data(
     return train, valid, f"{worker.title}, {lengths[0]} inputs + {lengths[1]} targets"
 
 
-def check_possible(args: T5PretrainingArgs, vocabulary: Tokenizer) -> None:
-    """Raise UserError for settings that cannot work with seqio, before TensorFlow is started."""
-    if ":" not in args.task and not isinstance(vocabulary, SentencePieceTokenizer):
-        raise UserError(f"--data_pipeline seqio needs a SentencePiece .model file, not --vocab {vocabulary.path}.")
-    for path in args.data_path:
-        if token_prefix(path) is not None:
-            raise UserError(f"--data_path {path} holds tokens, and seqio reads text: choose --data_pipeline native.")
-    for package in ("tensorflow", "seqio", *(["t5"] if ":" not in args.task else [])):
+def check_possible(args: T5PretrainingArgs) -> None:
+    """Raise UserError if a package of seqio is missing, before anything else is done."""
+    for package in ("tensorflow", "seqio"):
         if importlib.util.find_spec(package) is None:
             raise UserError(
                 f"--task {args.task} through seqio needs the package {package}: "
                 'pip install "lm_experiments_tools[seqio]" (Python 3.11 or newer)'
             )
-    if ":" not in args.task and args.data_path:
-        find_files(args.data_path, document_per_line=args.document_per_line)
-
-
-def _targets_length(args: T5PretrainingArgs, vocabulary: Tokenizer) -> int:
-    """Length of the labels; t5 would silently truncate or pad them."""
-    if ":" in args.task:
-        return args.target_seq_len
-    if args.task == "span_corruption":
-        settings = (args.input_seq_len, args.noise_density, args.mean_noise_span_length)
-        plan_spans(*settings, vocabulary.num_sentinels)
-        _, needed, _ = random_spans_lengths(*settings)
-    else:
-        needed = args.input_seq_len - 1  # a prefix of one token, all others and EOS
-        if needed < 2:
-            raise UserError(f"--input_seq_len is {args.input_seq_len}, but prefix_lm needs at least 3.")
-    if args.target_seq_len < needed:
-        raise UserError(f"--target_seq_len {args.target_seq_len} would cut the targets: set it to {needed}.")
-    if args.target_seq_len > needed:
-        logger.info("targets are %d tokens long, not %d: the rest would be padding", needed, args.target_seq_len)
-    return needed
-
-
-def _job(
-    args: T5PretrainingArgs, vocabulary: Tokenizer, targets_length: int, logs: Path, threads: int, *, is_main: bool
-) -> Job:
-    return Job(
-        task=args.task,
-        data_path=list(args.data_path),
-        text_key=args.text_key,
-        document_per_line=args.document_per_line,
-        max_bad_lines=args.max_bad_lines,
-        rejected_path=str(logs / "bad_lines.jsonl") if is_main else None,
-        vocab_path=vocabulary.recorded_as,
-        inputs_length=args.input_seq_len,
-        targets_length=targets_length,
-        noise_density=args.noise_density,
-        mean_noise_span_length=args.mean_noise_span_length,
-        seed=args.seed,
-        validation=":" in args.task and bool(args.needs_validation() or args.valid_samples),
-        valid_samples=args.valid_samples,
-        threads=threads,
-        folder=str(logs),
-    )
 
 
 class SeqioWorker:

@@ -1,8 +1,7 @@
 """seqio Tasks and Mixtures, and the training examples that they give. This module imports TensorFlow.
 
-A task is t5's `span_corruption` or `prefix_lm` over the user's raw text, or is registered by the user's module. Its
-examples are those of `seqio.get_dataset(task, lengths, num_epochs=None, shuffle=True, seed=seed)`, for any number of
-training processes and threads.
+The user's module registers a task. Its examples are those of `seqio.get_dataset(task, lengths, num_epochs=None,
+shuffle=True, seed=seed)`, for any number of training processes and threads.
 """
 
 from __future__ import annotations
@@ -12,42 +11,26 @@ import importlib
 import inspect
 import logging
 import os
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import seqio
 import tensorflow as tf
-from sentencepiece import sentencepiece_model_pb2
 
 from lm_experiments_tools.data.seqio.worker import PADDING, Job, one_line
-from lm_experiments_tools.data.text.records import (
-    Record,
-    Rejected,
-    RejectedRecords,
-    lines_before,
-    no_documents,
-    read_shard,
-)
-from lm_experiments_tools.data.text.sources import Shard, content_of, plan_shards
-from lm_experiments_tools.data.text.tokenizer import Tokenizer, sentinel_piece
+from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import json_sha256, write_atomic
+from lm_experiments_tools.files import json_sha256
 
 FEATURES = ("inputs", "targets")
-_VERSION = 2  # of the mapping (text, settings, seed) -> stream; part of the fingerprint
+_VERSION = 3  # of the mapping (text, settings, seed) -> stream; part of the fingerprint
 _AHEAD = 4  # batches prepared before they are asked for
 _VALIDATION_ROWS = 256  # written at a time
 _PROGRESS_SECONDS = 30.0
-_SMALL_TEXT = 1 << 20  # bytes
-_COMPRESSION = 16  # of a .gz file at most, as text goes
-_UNUSED = sentencepiece_model_pb2.ModelProto.SentencePiece.UNUSED
 
 Log = Callable[[int, str], None]
 
@@ -68,14 +51,9 @@ class TaskExamples:
     def __init__(self, job: Job, log: Log) -> None:
         self.job, self._log = job, log
         self.vocabulary = Tokenizer.load(job.vocab_path)
-        self._text: TextSource | None = None
-        if ":" in job.task:
-            tf.config.experimental.enable_op_determinism()  # the user's functions may draw without a seed
-            tf.random.set_seed(job.seed)
-            self.task = registered_task(job.task)
-        else:
-            self._text = TextSource(job, log)
-            self.task = text_task(job, self._text.source(), self.vocabulary)
+        tf.config.experimental.enable_op_determinism()  # the user's functions may draw without a seed
+        tf.random.set_seed(job.seed)
+        self.task = registered_task(job.task)
         self._subtasks = seqio.get_subtasks(self.task)
         with self._user_errors():
             self._check_vocabulary()
@@ -85,8 +63,6 @@ class TaskExamples:
     @property
     def title(self) -> str:
         """Short description of the task, for the log."""
-        if self._text is not None:
-            return f"{self.job.task} by t5 {version('t5')}"
         return f"seqio {type(self.task).__name__} {self.task.name}"
 
     def batches(self, start: int, rows: int) -> Iterator[np.ndarray]:
@@ -124,18 +100,16 @@ class TaskExamples:
         """
         job = self.job
         parts = {
-            "version": [_VERSION, tf.__version__, seqio.__version__, version("t5") if self._text else None],
+            "version": [_VERSION, tf.__version__, seqio.__version__],
             "task": [job.task, [self._describe(task) for task in self._subtasks]],
-            "data": [job.text_key, content_of(self._text.shards)] if self._text else None,
             "lengths": [job.inputs_length, job.targets_length],
-            "noise": [job.noise_density, job.mean_noise_span_length] if self._text else None,
             "vocabulary": self.vocabulary.fingerprint,
             "seed": job.seed,
         }
         return json_sha256(parts)
 
     def _describe(self, task: seqio.Task) -> list[Any]:
-        shards = [] if self._text else task.source.list_shards("train" if "train" in task.splits else task.splits[0])
+        shards = task.source.list_shards("train" if "train" in task.splits else task.splits[0])
         files = [[os.path.basename(s), os.path.getsize(s) if os.path.isfile(s) else None] for s in map(str, shards)]
         rate = self.task.get_rate(task) if isinstance(self.task, seqio.Mixture) else 1.0
         steps = [step_name(step) for step in task.preprocessors]
@@ -146,11 +120,10 @@ class TaskExamples:
         """seqio's examples {"inputs": int32[n], "targets": int32[m]}, not longer than asked for."""
         tf.random.set_seed(self.job.seed)  # each time: it also starts the count of the functions without a seed
         lengths = {"inputs": self.job.inputs_length, "targets": self.job.targets_length}
-        make = self.task.get_dataset
-        if self._text is not None:  # t5's functions run without being converted by AutoGraph, which takes 8 s
-            make = tf.autograph.experimental.do_not_convert(make)
         shuffle = shuffle and self._may_shuffle()
-        dataset = make(lengths, split=split, shuffle=shuffle, seed=self.job.seed, num_epochs=num_epochs)
+        dataset = self.task.get_dataset(
+            lengths, split=split, shuffle=shuffle, seed=self.job.seed, num_epochs=num_epochs
+        )
         for name in FEATURES:
             spec = dataset.element_spec.get(name)
             if not isinstance(spec, tf.TensorSpec) or spec.shape.rank != 1 or not spec.dtype.is_integer:
@@ -167,13 +140,8 @@ class TaskExamples:
         options.deterministic = True
         options.threading.private_threadpool_size = self.job.threads
         dataset = dataset.padded_batch(rows, padded_shapes=lengths, padding_values=PADDING)
-        try:
-            for batch in dataset.prefetch(_AHEAD).with_options(options).as_numpy_iterator():
-                yield self._checked(np.concatenate([batch[name] for name in FEATURES], axis=1))
-        except tf.errors.OpError:
-            if self._text is not None and self._text.failure is not None:
-                raise self._text.failure from None
-            raise
+        for batch in dataset.prefetch(_AHEAD).with_options(options).as_numpy_iterator():
+            yield self._checked(np.concatenate([batch[name] for name in FEATURES], axis=1))
 
     def _checked(self, batch: np.ndarray) -> np.ndarray:
         if batch.max(initial=0) >= self.vocabulary.size:
@@ -199,7 +167,7 @@ class TaskExamples:
                 raise UserError(f"--task {self.job.task} has no feature {name!r}, which an encoder-decoder needs")
             theirs = self.task.output_features[name].vocabulary
             path = getattr(theirs, "sentencepiece_model_file", None)
-            if self._text is None and path is not None and os.path.isfile(path):
+            if path is not None and os.path.isfile(path):
                 if Tokenizer.load(path, theirs.extra_ids).fingerprint != self.vocabulary.fingerprint:
                     raise UserError(f"--task {self.job.task} has the vocabulary {path}: give it as --vocab")
             if theirs.vocab_size > self.vocabulary.size:
@@ -219,8 +187,6 @@ class TaskExamples:
             self._log(logging.INFO, f"--task {self.job.task} is registered without shuffling")
         for _ in self._padded(self._dataset("train", num_epochs=1, shuffle=False).take(1), 1):
             return
-        if self._text is not None:
-            raise self._text.no_documents()
         raise UserError(f"--task {self.job.task} gives no example from its split 'train'")
 
 
@@ -272,122 +238,6 @@ def _accept_seed(source: seqio.FunctionDataSource) -> None:
             return function(split, shuffle_files)
 
         source._dataset_fn = with_seed
-
-
-# ---- t5's objectives on raw text
-
-
-def text_task(job: Job, source: seqio.DataSource, vocabulary: Tokenizer) -> seqio.Task:
-    """Build t5's span corruption or prefix LM task over the user's text, with the steps of t5's own tasks for C4."""
-    from t5.data import preprocessors
-
-    objectives = {
-        "span_corruption": functools.partial(
-            preprocessors.span_corruption,
-            noise_density=job.noise_density,
-            mean_noise_span_length=job.mean_noise_span_length,
-        ),
-        "prefix_lm": preprocessors.prefix_lm,
-    }
-    feature = seqio.Feature(seqio_vocabulary(vocabulary, Path(job.folder)), add_eos=True)
-    return seqio.Task(
-        job.task,
-        source=source,
-        output_features={"inputs": feature, "targets": feature},
-        preprocessors=[
-            functools.partial(seqio.preprocessors.rekey, key_map={"inputs": None, "targets": "text"}),
-            seqio.preprocessors.tokenize,
-            seqio.CacheDatasetPlaceholder(),
-            objectives[job.task],
-            seqio.preprocessors.append_eos_after_trim,
-        ],
-    )
-
-
-def seqio_vocabulary(vocabulary: Tokenizer, folder: Path) -> seqio.SentencePieceVocabulary:
-    """Convert a vocabulary to seqio's class. Ids are the same, and text cannot contain sentinel tokens.
-
-    Raises:
-        UserError: the padding id is not 0, or the sentinels are not the last ids. t5 requires both.
-    """
-    model = sentencepiece_model_pb2.ModelProto.FromString(Path(vocabulary.path).read_bytes())
-    if len(model.pieces) < vocabulary.size:
-        for index in reversed(range(vocabulary.num_sentinels)):
-            model.pieces.add(piece=sentinel_piece(index), type=_UNUSED)
-    else:
-        for index in vocabulary.sentinel_ids.tolist():
-            model.pieces[index].type = _UNUSED
-    path = folder / "seqio_vocabulary.model"
-    write_atomic(path, model.SerializeToString())  # other ranks write the same
-    theirs = seqio.SentencePieceVocabulary(str(path))
-    at_the_end = np.array_equal(vocabulary.sentinel_ids, vocabulary.size - 1 - np.arange(vocabulary.num_sentinels))
-    if vocabulary.pad_id != 0 or theirs.eos_id != vocabulary.eos_id or not at_the_end:
-        raise UserError(
-            f"t5 needs padding id 0 and sentinels at the end, unlike vocabulary {vocabulary.path}: train one with "
-            "`lmtools vocab`, or choose --data_pipeline native"
-        )
-    return theirs
-
-
-class TextSource:
-    """The documents of the user's raw text as a seqio data source.
-
-    Attributes:
-        failure: the error that stopped the reading of the text; None if there was none.
-    """
-
-    def __init__(self, job: Job, log: Log) -> None:
-        self._job, self._log = job, log
-        self.shards = plan_shards(job.data_path, document_per_line=job.document_per_line)
-        self._rejected = RejectedRecords(job.max_bad_lines, job.rejected_path)
-        self._seen: set[str] = set()  # each epoch reads them again
-        self._lock = threading.Lock()  # shards are read in several threads
-        self.failure: UserError | None = None
-
-    def no_documents(self) -> UserError:
-        return no_documents(self._job.data_path, self._rejected)
-
-    def source(self) -> seqio.FileDataSource:
-        """Build the seqio data source. A small text is kept in memory, since TensorFlow is slow to start an epoch."""
-        files = {"train": [str(k) for k in range(len(self.shards))]}
-        size = sum(shard.num_bytes * (_COMPRESSION if shard.end is None else 1) for shard in self.shards)
-        if size > _SMALL_TEXT or any(shard.kind == "dataset" for shard in self.shards):
-            return seqio.FileDataSource(self._read_file, files)
-        texts = [[item["text"] for item in self._documents(number)] for number in range(len(self.shards))]
-        texts_of_shards = tf.ragged.constant(texts, tf.string, ragged_rank=1)
-        epochs = -(-_SMALL_TEXT // size) if len(texts) == 1 else 1
-
-        def read_shard_in_memory(number: tf.Tensor) -> tf.data.Dataset:
-            texts = texts_of_shards[tf.strings.to_number(number, tf.int32)]
-            return tf.data.Dataset.from_tensor_slices({"text": texts}).repeat(epochs)
-
-        return seqio.FileDataSource(read_shard_in_memory, files)
-
-    def _read_file(self, number: tf.Tensor) -> tf.data.Dataset:
-        signature = {"text": tf.TensorSpec([], tf.string)}
-        return tf.data.Dataset.from_generator(self._documents, args=(number,), output_signature=signature)
-
-    def _documents(self, number: bytes | int) -> Iterator[dict[str, str]]:
-        shard = self.shards[int(number)]
-        try:
-            for item in read_shard(shard, self._job.text_key):
-                if isinstance(item, Record):
-                    yield {"text": item.value}
-                elif not item.is_empty:
-                    self._reject(shard, item)
-        except UserError as error:  # would reach the reader as an error of TensorFlow's
-            self.failure = error
-            raise
-
-    def _reject(self, shard: Shard, rejected: Rejected) -> None:
-        rejected = rejected._replace(line=lines_before(shard) + rejected.line)
-        with self._lock:
-            if rejected.where in self._seen:
-                return
-            self._seen.add(rejected.where)
-            self._rejected.reject(rejected)
-            if str(len(self._seen)).strip("0") == "1":  # the first, the tenth, the hundredth ...
-                self._log(logging.WARNING, str(self._rejected))
 
 
 def step_name(step: Any) -> list[str]:

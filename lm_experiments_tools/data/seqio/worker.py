@@ -24,30 +24,20 @@ class Job:
     """Settings of the process that runs TensorFlow.
 
     Attributes:
-        task: "span_corruption" or "prefix_lm" over `data_path`, or "module:name" of a registered task.
+        task: "module:name" of a registered task.
         inputs_length, targets_length: seqio's `task_feature_lengths`.
-        rejected_path: file that lists records of the text that cannot be used; None for none.
         validation: True if validation examples are needed too, at most `valid_samples`.
         threads: number of TensorFlow's threads.
-        folder: folder for the vocabulary that seqio reads.
     """
 
     task: str
-    data_path: list[str]
-    text_key: str
-    document_per_line: bool = False
-    max_bad_lines: int
-    rejected_path: str | None
     vocab_path: str
     inputs_length: int
     targets_length: int
-    noise_density: float
-    mean_noise_span_length: float
     seed: int
     validation: bool
     valid_samples: int | None
     threads: int
-    folder: str
 
 
 def one_line(error: BaseException) -> str:

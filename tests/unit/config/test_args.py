@@ -54,7 +54,8 @@ CONFLICTS = [
     ({"data_weights": (2.0,)}, ["--data_weights", "--data_path"]),
     ({"task": "causal_lm", "mix_rows": 8}, ["--mix_rows", "prefix_lm, ul2"]),
     ({"append_eos": False}, ["--append_eos", "--task span_corruption"]),
-    ({"task": "prefix_lm", "data_pipeline": "seqio", "mix_rows": 8}, ["--mix_rows", "--data_pipeline native"]),
+    ({"task": "prefix_lm", "streaming": True, "mix_rows": 8}, ["--mix_rows", "is not for --streaming"]),
+    ({"data_path": ("a", "b"), "streaming": True, "data_weights": (1.0, 2.0)}, ["--data_weights", "by --streaming"]),
     ({"task": "causal_lm", "use_generate_on_valid": True} | VALID, ["--use_generate_on_valid", "causal_lm"]),
     # denoisers
     *[

@@ -53,7 +53,7 @@ def start(tmp_path, monkeypatch, vocab):
         flags = {
             "data_path": "text.jsonl", "vocab": vocab, "model_path": "run", "model_cfg": "config.json",
             "model_cls": model_cls, "input_seq_len": 32, "target_seq_len": 16, "batch_size": 8, "lr": 1e-2, "iters": 2,
-            "log_interval": 1, "data_n_workers": 1, "backend": "local", "data_pipeline": "native", **changed,
+            "log_interval": 1, "data_n_workers": 1, "backend": "local", **changed,
         }  # fmt: skip
         main([f"--{name}={value}" for name, value in flags.items()])
         return json.loads((tmp_path / flags["model_path"] / "metrics.json").read_text())["train"]["loss"]

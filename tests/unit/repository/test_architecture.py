@@ -27,7 +27,6 @@ TINY = {"base": "t5-small", "vocab_size": 512, "d_model": 16, "d_kv": 8, "d_ff":
 RUN = """
 data_path: [text.jsonl]
 vocab: vocab.model
-data_pipeline: native
 data_n_workers: 1
 model_cfg: tiny.json
 input_seq_len: 32

@@ -95,7 +95,7 @@ def test_installed_wheel_trains_away_from_the_sources(site, tmp_path):
     (tmp_path / "text.jsonl").write_text(text)
     lmtools("vocab", "--input", "text.jsonl", "--size", "150", "--output", "v.model")
     run = "--data_path text.jsonl --vocab v.model --model_path run --model_cfg t5-micro --input_seq_len 32".split()
-    run += "--batch_size 2 --lr 1e-3 --iters 2 --target_seq_len 16 --data_pipeline native --data_n_workers 1".split()
+    run += "--batch_size 2 --lr 1e-3 --iters 2 --target_seq_len 16 --data_n_workers 1".split()
     lmtools("pretrain-t5", *run)
     assert (tmp_path / "run" / "last" / "model.safetensors").exists()
     assert "lmtools pretrain-t5 --data_path" in (tmp_path / "run" / "cmd.sh").read_text()

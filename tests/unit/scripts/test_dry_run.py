@@ -63,7 +63,7 @@ def t5(tmp_path, monkeypatch):
 def bert(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = {**tiny_run(tmp_path, BERT), "tokenizer": byte_level_tokenizer(tmp_path / "tokenizer.json")}
-    for name in ("vocab", "data_pipeline", "save_interval"):
+    for name in ("vocab", "save_interval"):
         del flags[name]
     return {**flags, "packing": "none", "model_cls": "transformers:BertForMaskedLM"}
 

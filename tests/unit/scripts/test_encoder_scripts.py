@@ -68,7 +68,7 @@ def start(data, tmp_path, monkeypatch):
 
     def start_t5(model_cls, config, **flags):
         (tmp_path / "model.json").write_text(json.dumps(config))
-        flags = {"data_path": data / "text.jsonl", "data_pipeline": "native", "data_n_workers": 1, **common, **flags}
+        flags = {"data_path": data / "text.jsonl", "data_n_workers": 1, **common, **flags}
         run_t5_pretraining.main(words(model_cls=model_cls, model_cfg="model.json", **flags))
 
     return {"bert": start_bert, "t5": start_t5}

@@ -33,7 +33,7 @@ def work(tmp_path, monkeypatch):
 
 
 def start(vocab, **changed):
-    lengths = {"input_seq_len": 64, "target_seq_len": 64, "data_pipeline": None}
+    lengths = {"input_seq_len": 64, "target_seq_len": 64}
     main(words(**{**T5_RUN, **lengths, "vocab": vocab, "model_path": "run", "model_cfg": "t5.json", **changed}))
 
 
@@ -87,7 +87,6 @@ def test_what_a_tokenizer_cannot_do_is_refused_before_anything_is_tokenized(work
     refused("cannot be loaded", work / "t5.json")
     (work / "small.json").write_text(json.dumps({**T5, "vocab_size": 383}))
     refused("has 384 ids but the model's embedding only 383 rows", "bytes", model_cfg="small.json")
-    refused("needs a SentencePiece .model file", "bytes", data_pipeline="seqio")
     model = numbered_words_vocabulary(work)
     assert (
         lmtools(["tokenize", "--input", "text.jsonl", "--vocab", str(model), "--output", "t", "--workers", "1"]) == 0

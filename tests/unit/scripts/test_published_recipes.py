@@ -119,7 +119,7 @@ def write_override(path: Path, folder: Path, bert_data: Path, run: str = "run", 
     else:
         changes |= {} if settings(path).lr_scheduler else {"num_warmup_steps": None}
         text = write_jsonl(folder / "text.jsonl", make_texts(40))
-        changes |= {"data_path": text, "vocab": "bytes", "data_pipeline": "native", "target_seq_len": 40}
+        changes |= {"data_path": text, "vocab": "bytes", "target_seq_len": 40}
         changes |= {"valid_data_path": text} if settings(path).valid_data_path else {}
     (folder / f"{run}.yaml").write_text(yaml.safe_dump(changes))
     return ["--config", str(folder / f"{run}.yaml"), "--speed", "off", "--backend", "local"]

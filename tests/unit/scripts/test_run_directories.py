@@ -95,7 +95,7 @@ def decoder(work):
 def bert(work):
     flags = {**T5_RUN, "model_cfg": "bert.json", "model_cls": "transformers:BertForMaskedLM", "packing": "none"}
     flags |= {"tokenizer": byte_level_tokenizer(work / "tokenizer.json"), "model_path": "a run"}
-    run_bert_pretraining.main(words(**{**flags, "target_seq_len": None, "data_pipeline": None}))
+    run_bert_pretraining.main(words(**{**flags, "target_seq_len": None}))
 
 
 def finetuned(work):

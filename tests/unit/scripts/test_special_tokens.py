@@ -44,7 +44,7 @@ def vocabulary(folder, **ids):
 
 def trained(vocab, config, read="run", **changed):
     (config.pop("folder") / "model.json").write_text(json.dumps({"vocab_size": 640, **config}))
-    lengths = {"input_seq_len": 32, "target_seq_len": 32, "data_pipeline": None, "iters": 1}
+    lengths = {"input_seq_len": 32, "target_seq_len": 32, "iters": 1}
     main(words(**{**T5_RUN, **lengths, "vocab": vocab, "model_path": "run", "model_cfg": "model.json", **changed}))
     return AutoConfig.from_pretrained(f"{read}/last"), GenerationConfig.from_pretrained(f"{read}/last")
 

@@ -42,7 +42,7 @@ def test_text_and_its_tokens_are_validated_alike_and_a_resumed_run_goes_on(work)
 
 def test_an_encoder_is_validated_on_held_out_text(work):
     flags = tiny_run(work, BERT, valid_fraction=0.2, valid_interval=1)
-    del flags["vocab"], flags["data_pipeline"]
+    del flags["vocab"]
     flags |= {"tokenizer": byte_level_tokenizer(work / "tokenizer.json"), "packing": "none", "iters": 1}
     flags |= {"model_cls": "transformers:BertForMaskedLM", "model_path": "run", "save_interval": None}
     run_bert_pretraining.main(words(**flags))

@@ -101,7 +101,7 @@ def text(tmp_path, monkeypatch):
 
 
 def inspect(vocab, *flags: str) -> int:
-    given = {"--data_path": "text.jsonl", "--vocab": str(vocab), "--data_pipeline": "native"}
+    given = {"--data_path": "text.jsonl", "--vocab": str(vocab)}
     words = [word for name, value in given.items() if name not in flags for word in (name, value)]
     return main(["inspect", *words, *flags])
 
@@ -123,7 +123,7 @@ def test_the_command_shows_the_first_samples_of_the_run(vocab, text, capsys):
 def test_the_settings_of_a_run_are_read_as_they_are(vocab, text, capsys):
     (text / "run.yaml").write_text(
         f"data_path: text.jsonl\nvocab: {vocab}\nmodel_cfg: nowhere.json\nmodel_path: run\nlr: 1e-3\n"
-        "data_pipeline: native\ninput_seq_len: 16\noptimizer: Adafactor\nvalidate_only: true\n"
+        "input_seq_len: 16\noptimizer: Adafactor\nvalidate_only: true\n"
         "valid_data_path: elsewhere.jsonl\n"
     )
     assert main(["inspect", "--config", "run.yaml"]) == 0
@@ -144,7 +144,7 @@ def counted_reads(monkeypatch):
     return read
 
 
-@pytest.mark.parametrize("flags", [[], ["--streaming"], ["--data_pipeline", "auto"]])
+@pytest.mark.parametrize("flags", [[], ["--streaming"]])
 def test_the_first_documents_only(vocab, text, capsys, counted_reads, flags):
     assert inspect(vocab, "--input_seq_len", "16", "--documents", "4", "--samples", "2", *flags) == 0
     printed = capsys.readouterr().out

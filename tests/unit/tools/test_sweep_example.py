@@ -21,7 +21,7 @@ def test_the_sweep_reports_the_best_run_and_resumes_an_interrupted_trial(tmp_pat
         "data_path": str(text), "valid_data_path": str(text), "vocab": "bytes", "input_seq_len": 32,
         "target_seq_len": 24,
         "model_cfg": str(tmp_path / "tiny.json"), "batch_size": 2, "iters": 2, "log_interval": 1, "valid_interval": 1,
-        "valid_samples": 8, "data_n_workers": 1, "speed": "off", "data_pipeline": "native",
+        "valid_samples": 8, "data_n_workers": 1, "speed": "off",
     }  # fmt: skip
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     out = tmp_path / "out"

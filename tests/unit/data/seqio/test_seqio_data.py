@@ -13,7 +13,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -21,24 +20,17 @@ import pytest
 
 from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
-from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.seqio import client as module
 from lm_experiments_tools.data.seqio import worker as seqio_worker
 from lm_experiments_tools.data.seqio.client import SeqioLoader, SeqioWorker, seqio_data, to_batch
 from lm_experiments_tools.data.seqio.worker import Job
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.errors import RunError, UserError
-from lm_experiments_tools.recipes.t5 import pretraining_data
-from lm_experiments_tools.recipes.t5_sources import T5Sources
 from tests.distributed.launch import environment
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 from tests.unit.data.seqio import fake_worker
 
 LENGTHS = (4, 2)
-needs_seqio = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("tensorflow", "seqio", "t5")),
-    reason="without seqio its absence is what is said",
-)
 
 
 @pytest.fixture
@@ -49,9 +41,8 @@ def start(tmp_path, monkeypatch):
 
     def start(**changed):
         job = Job(
-            task="tasks:numbers", data_path=[], text_key="text", max_bad_lines=0, rejected_path=None, vocab_path="",
-            inputs_length=LENGTHS[0], targets_length=LENGTHS[1], noise_density=0.15, mean_noise_span_length=3.0,
-            seed=1, validation=False, valid_samples=None, threads=1, folder=str(tmp_path),
+            task="tasks:numbers", vocab_path="", inputs_length=LENGTHS[0], targets_length=LENGTHS[1], seed=1,
+            validation=False, valid_samples=None, threads=1,
         )  # fmt: skip
         started.append(SeqioWorker(replace(job, **changed), tmp_path / "worker.log"))
         return started[-1]
@@ -200,47 +191,13 @@ def test_validation_is_made_only_where_it_is_asked_for(start, vocab, tmp_path, m
         assert (valid and valid.num_samples) == expected
 
 
-def test_raw_text_is_read_natively_unless_seqio_is_asked_for(vocab, tmp_path, monkeypatch):
-    """Installed packages do not decide the order of a run."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "SeqioWorker", lambda *_: pytest.fail("seqio was started"))
-    monkeypatch.setattr(module, "check_possible", lambda *_: None)  # as where all packages are installed
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    Path("text.txt").write_text("word1 number2\n" * 400)
-    args = arguments(vocab, task="span_corruption", data_path=("text.txt",), input_seq_len=16, target_seq_len=8)
-    data = pretraining_data(args, get_backend(args), T5Sources(args), "encoder-decoder")
-    assert isinstance(data.train, TrainLoader)
-    data.train.close()
-
-
-@pytest.mark.parametrize("package", ["tensorflow", "seqio", "t5"])
+@pytest.mark.parametrize("package", ["tensorflow", "seqio"])
 def test_a_missing_package_is_a_sentence(vocab, monkeypatch, package):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
-    args = arguments(vocab, task="span_corruption", data_path=("text.txt",), data_pipeline="seqio")
+    args = arguments(vocab)
     with pytest.raises(UserError, match=rf"package {package}: pip install .*\[seqio\]"):
         sources_of(args, vocab)
-
-
-@needs_seqio
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"data_path": ("./none.jsonl",)}, r"\./none\.jsonl does not exist"),
-        ({"data_path": ("empty.jsonl",)}, r"there is no text in empty\.jsonl: 1 files, all of them empty"),
-        ({"data_path": ("half",)}, r"half\.bin exists without half\.idx"),
-    ],
-)
-def test_what_needs_no_tensorflow_is_said_before_it_starts(vocab, tmp_path, monkeypatch, settings, sentence):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "SeqioWorker", lambda *_: pytest.fail("the worker was started"))
-    monkeypatch.setattr(T5Sources, "tokens", lambda *_: pytest.fail("validation text was tokenized"))
-    for name in ("empty.jsonl", "half.bin"):
-        Path(name).touch()
-    of_text = {"task": "prefix_lm", "data_pipeline": "seqio", "valid_data_path": "v.jsonl", "target_seq_len": 3}
-    args = arguments(vocab, **of_text, **settings)
-    with pytest.raises(UserError, match=sentence):
-        pretraining_data(args, get_backend(args), T5Sources(args), "encoder-decoder")
 
 
 @pytest.mark.parametrize("error", ["OSError('libcuda.so.1 is missing')", "ImportError('built for another python')"])
@@ -253,46 +210,13 @@ def test_a_broken_triton_does_not_end_the_worker(tmp_path, monkeypatch, capsys, 
     assert f"triton is not loaded: {error.split('(')[0]}: " in capsys.readouterr().err
 
 
-def test_tokens_are_not_text(vocab, tmp_path):
-    for suffix in (".bin", ".idx"):
-        (tmp_path / f"tokens{suffix}").touch()
-    args = arguments(vocab, task="prefix_lm", data_path=(str(tmp_path / "tokens"),), data_pipeline="seqio")
-    with pytest.raises(UserError, match="tokens holds tokens, and seqio reads text"):
-        sources_of(args, vocab)
-
-
-@needs_seqio
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"input_seq_len": 64, "target_seq_len": 13}, "--target_seq_len 13 would cut the targets.*set it to 14"),
-        ({"task": "prefix_lm", "input_seq_len": 64, "target_seq_len": 62}, "--target_seq_len 62 would cut.*to 63"),
-        ({"task": "prefix_lm", "input_seq_len": 2}, "--input_seq_len is 2"),
-        ({"input_seq_len": 2048, "target_seq_len": 512}, "114 noise spans .* 100 sentinels"),
-    ],
-)
-def test_settings_that_t5_would_treat_wrongly_in_silence(vocab, settings, sentence):
-    args = arguments(vocab, **{"task": "span_corruption", "data_path": ("x",), "data_pipeline": "seqio", **settings})
-    with pytest.raises(UserError, match=sentence):
-        sources_of(args, vocab)
-
-
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
         ({"data_path": ("text.txt",)}, "--data_path is not for --task tasks:numbers"),
-        ({"data_pipeline": "native"}, "--data_pipeline native is not for"),
         ({"streaming": True}, "--streaming is not for"),
         ({"vocab": None}, "needs --vocab"),
         ({"task": "span_corruption"}, "--data_path is missing"),
-        (
-            {"task": "ul2", "data_path": ("a",), "data_pipeline": "seqio"},
-            "--data_pipeline seqio does not support --task ul2",
-        ),
-        (
-            {"task": "prefix_lm", "data_path": ("a",), "data_pipeline": "seqio", "streaming": True},
-            "--streaming needs --data_pipeline native",
-        ),
     ],
 )
 def test_flags_in_conflict(vocab, settings, sentence):
