@@ -11,7 +11,7 @@ They may be compressed as .gz, .bz2, .xz or .zst. For each key of --json-keys, t
     PREFIX.bad_lines.jsonl           lines that could not be used, if any: file, line, reason
 
 (`document` in place of `sentence` without --split-sentences). The files are the same for any number of workers, and
-appear only when they are complete; an interrupted run resumes from its finished shards, in PREFIX.shards/. Runs to
+appear only when they are complete; an interrupted run resumes from its finished shards, in PREFIX.shards-*/. Runs to
 one PREFIX wait for each other.
 """
 

@@ -37,7 +37,6 @@ CONFIGS = {
 }  # fmt: skip
 
 T5_MODEL = "--model_cls transformers:T5ForConditionalGeneration --model_cfg t5.json"
-SEQIO_PACKAGES = ("t5", "seqio", "tensorflow")
 # name in the table: flags, packages
 OBJECTIVES = {
     "span_corruption": (f"--task span_corruption --target_seq_len 24 {T5_MODEL}", ()),

@@ -59,6 +59,7 @@ _SPLIT_OF = {word: split for split, words in _SPLITS.items() for word in words}
 _SPLIT_WORD = re.compile(rf"(?<![a-z])({'|'.join(_SPLIT_OF)})(?![a-z])")
 _DATASET_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[^:]*)?(:[^:]+)?")
 _UNFINISHED = re.compile(r"\.(bin|idx|json)\.tmp[0-9a-f]{12}$")
+_SHARDS = re.compile(r"\.shards-[0-9a-f]{16}$")
 _TOKEN_SUFFIXES = (".bin", ".idx", ".json")
 _PROBED_LINES, _PROBED_BYTES = 1000, 1 << 16  # of a text file: one of them without a blank line is unusual
 _MAX_LISTED = 8  # kinds of unreadable files in a message
@@ -347,7 +348,7 @@ def _walk(folder: str) -> list[str]:
             below.clear()
             continue
         seen.add(real)
-        below[:] = [name for name in below if not (name.startswith(".") or _is_unfinished_work(path, name))]
+        below[:] = [name for name in below if not (name.startswith(".") or _SHARDS.search(name))]
         names = _without_metadata(path, names)
         siblings = set(names)
         for name in sorted(names):
@@ -377,10 +378,6 @@ def _without_metadata(path: str, names: list[str]) -> list[str]:
         data_files = read_json(Path(path, "state.json")).get("_data_files") or []
         return [file["filename"] for file in data_files]
     return [name for name in names if name not in ("dataset_dict.json", "dataset_info.json", "dataset_infos.json")]
-
-
-def _is_unfinished_work(path: str, name: str) -> bool:
-    return name.endswith(".shards") and os.path.isfile(os.path.join(path, name, "plan.json"))
 
 
 @cache  # several plans may be made of the same inputs

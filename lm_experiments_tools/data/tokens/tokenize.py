@@ -1,13 +1,14 @@
 """Tokenize text into token files, in several processes: for `lmtools tokenize`, training and preprocess_data.py.
 
     text -> shards (sources.py) -> records (records.py) -> Encoder.parts -> batches of documents -> Encoder.encode
-    -> PREFIX.shards/000000.bin, ... -> PREFIX.bin, .idx
+    -> token files of shards -> PREFIX.bin, .idx
 
 The output has the same bytes for any number of shards and processes. An interrupted run resumes from the finished
-shards in PREFIX.shards/. `TextEncoder` is for T5, with one sequence per document, also of `--streaming` and `lmtools
+shards. `TextEncoder` is for T5, with one sequence per document, also of `--streaming` and `lmtools
 inspect`; `megatron.encoding.SentenceEncoder` is for BERT.
 """
 
+import glob
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -50,7 +51,7 @@ from lm_experiments_tools.data.tokens.indexed import (
 )
 from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool, available_cores
 from lm_experiments_tools.errors import UserError, first_line
-from lm_experiments_tools.files import json_sha256, locked, read_json, write_atomic
+from lm_experiments_tools.files import json_sha256, locked
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -275,18 +276,17 @@ def _encode_shards(
             ) from None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Tokenization:
-    """One tokenization of a text by several processes. It can be resumed after an interruption.
+    """One tokenization of a text by several processes.
+
+    Finished shards are in PREFIX.shards-FINGERPRINT/, from which an interrupted tokenization of the same text resumes.
 
     Attributes:
-        shards: the parts of the text, which are encoded independently.
-        encoder: converts records to token ids.
-        prefix: path of the folder for finished shards, without its ending ".shards/". The caller must hold its lock.
+        prefix: PREFIX. The caller must hold its lock.
         outputs: prefixes of the token files, one per suffix of the encoder.
         rejected: path of the list of rejected records.
         limit: maximum number of rejected records.
-        workers: number of processes.
         remedy: advice in the error message if a process dies.
     """
 
@@ -299,12 +299,17 @@ class Tokenization:
     workers: int
     remedy: str = "try again with fewer workers"
 
+    def __post_init__(self) -> None:
+        self._fingerprint = plan_fingerprint(self.shards, self.encoder.identity)
+        self._folder = Path(f"{self.prefix}.shards-{self._fingerprint[:16]}")
+        self._parts = [os.path.join(self._folder, f"{number:06d}") for number in range(len(self.shards))]
+
     def run(
         self,
         meta: Callable[[Sequence[EncodedWriter], RejectedRecords], Sequence[dict[str, Any]]],
         progress: Callable[[Sequence[tuple[Shard, str]], Iterable[tuple[Shard, str]]], None],
     ) -> list[dict[str, Any]]:
-        """Encode all shards (parts of the text) that are not finished, then join all shards into the token files.
+        """Encode all shards that are not finished, then join all shards into the token files.
 
         Args:
             progress: function that shows the progress. It gets the jobs and an iterator over finished jobs, which it
@@ -315,118 +320,76 @@ class Tokenization:
         """
         for prefix in self.outputs:
             remove_unfinished(prefix)
-        files = _ShardFiles(self.shards, self.prefix, self.encoder)
-        with files.removed_unless_resumable():
-            jobs = files.jobs()
-            with closing(_encode_shards(jobs, self.encoder, self.workers, self.limit, self.remedy)) as done:
-                progress(jobs, done)
-            files.check_unchanged()
-            rejected = files.collect_rejected(self.rejected, self.limit)
-            with ExitStack() as stack:
-                writers = [stack.enter_context(EncodedWriter(name, self.encoder.dtype)) for name in self.outputs]
-                for writer, suffix in zip(writers, self.encoder.suffixes, strict=True):
-                    for shard in files.parts(suffix):
-                        writer.add_shard(shard)
-                metas = list(meta(writers, rejected))
-                for writer, content in zip(writers, metas, strict=True):
-                    writer.finalize(content)
-            files.remove()
+        name = glob.escape(self._folder.name[:-16])
+        for other in self._folder.parent.glob(name + "[0-9a-f]" * 16):  # of other text, or by another encoder
+            if other != self._folder:
+                shutil.rmtree(other)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            metas = self._run(meta, progress)
+            shutil.rmtree(self._folder)
+        finally:
+            if any(record["num_documents"] for record in map(self._record, self._parts) if record):
+                logger.info("another run resumes from the finished shards in %s", self._folder)
+            else:
+                shutil.rmtree(self._folder, ignore_errors=True)
         return metas
 
-
-class _ShardFiles:
-    """PREFIX.shards/ with the token files of shards."""
-
-    def __init__(self, shards: Sequence[Shard], prefix: str, encoder: Encoder):
-        self.shards, self._encoder = shards, encoder
-        self._folder, self._fingerprint = Path(f"{prefix}.shards"), plan_fingerprint(shards, encoder.identity)
-
-    def parts(self, suffix: str) -> Iterator[IndexedDataset]:
-        """The finished token files of a suffix, in order."""
-        return (IndexedDataset(self._prefix(number) + suffix) for number in range(len(self.shards)))
-
-    def jobs(self) -> list[tuple[Shard, str]]:
-        """Return the shards that are still to be encoded, each with the path prefix of its token files."""
-        left = [number for number in range(len(self.shards)) if not self._is_intact(number)]
-        if len(left) < len(self.shards):
-            finished = len(self.shards) - len(left)
+    def _run(self, meta: Callable, progress: Callable) -> list[dict[str, Any]]:
+        jobs = [job for job in zip(self.shards, self._parts, strict=True) if not self._is_intact(job[1])]
+        if finished := len(self.shards) - len(jobs):
             logger.info("%d of %d shards are there from an earlier run", finished, len(self.shards))
-        return [(self.shards[number], self._prefix(number)) for number in left]
+        with closing(_encode_shards(jobs, self.encoder, self.workers, self.limit, self.remedy)) as done:
+            progress(jobs, done)
+        self._check_unchanged()
+        rejected = self._collect_rejected()
+        with ExitStack() as stack:
+            writers = [stack.enter_context(EncodedWriter(name, self.encoder.dtype)) for name in self.outputs]
+            for writer, suffix in zip(writers, self.encoder.suffixes, strict=True):
+                for part in self._parts:
+                    writer.add_shard(IndexedDataset(part + suffix))
+            metas = list(meta(writers, rejected))
+            for writer, content in zip(writers, metas, strict=True):
+                writer.finalize(content)
+        return metas
 
-    def _is_intact(self, number: int) -> bool:
+    def _is_intact(self, part: str) -> bool:
         """True for a finished shard with the recorded content: shards are not fsynced, a power cut may damage them."""
         try:
-            return all(IndexedDataset(name).check_content() for name in self._names(number))
+            return all(IndexedDataset(part + suffix).check_content() for suffix in self.encoder.suffixes)
         except UserError:
             return False
 
-    def _record(self, number: int) -> dict[str, Any] | None:
-        """The .json of a finished shard (of the first suffix); None where it is not finished."""
-        names = self._names(number)
+    def _record(self, part: str) -> dict[str, Any]:
+        """The .json of a finished shard (of the first suffix); {} where it is not finished."""
+        names = [part + suffix for suffix in self.encoder.suffixes]
         with suppress(UserError):  # damaged
-            return read_meta(names[0]) or None if all(map(dataset_exists, names)) else None
-        return None
+            return read_meta(names[0]) if all(map(dataset_exists, names)) else {}
+        return {}
 
-    def _names(self, number: int) -> list[str]:
-        """The prefixes of a shard's token files."""
-        return [self._prefix(number) + suffix for suffix in self._encoder.suffixes]
-
-    def _prefix(self, number: int) -> str:
-        return str(self._folder / f"{number:06d}")
-
-    @contextmanager
-    def removed_unless_resumable(self) -> Iterator[None]:
-        """The folder; it outlives an exception if it holds documents of finished shards."""
-        self._prepare()
-        try:
-            yield
-        finally:
-            records = map(self._record, range(len(self.shards)))
-            if self._folder.exists() and any(record and record["num_documents"] for record in records):
-                logger.info("another run resumes from the finished shards in %s", self._folder)
-            elif self._folder.exists():
-                self.remove()
-
-    def _prepare(self) -> None:
-        plan = self._folder / "plan.json"
-        with suppress(UserError):  # missing or damaged
-            if read_json(plan).get("fingerprint") == self._fingerprint:
-                return
-        unfinished = f".{plan.name}.tmp"  # of a plan whose writing was killed
-        if not plan.is_file() and any(not p.name.startswith(unfinished) for p in self._folder.glob("*")):
-            raise UserError(f"{self._folder} holds other files (no plan.json): move it or choose another output")
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True)
-        write_atomic(plan, json.dumps({"fingerprint": self._fingerprint}))
-
-    def remove(self) -> None:
-        """Delete the folder."""
-        shutil.rmtree(self._folder)
-
-    def check_unchanged(self) -> None:
+    def _check_unchanged(self) -> None:
         """Refuse to join shards of a text that has changed since it was planned."""
         for shard in {shard.path: shard for shard in self.shards}.values():
             shard.check_unchanged()
-        if datasets_of(self.shards) and plan_fingerprint(self.shards, self._encoder.identity) != self._fingerprint:
+        if datasets_of(self.shards) and plan_fingerprint(self.shards, self.encoder.identity) != self._fingerprint:
             raise UserError("files of the datasets were changed while they were being read: start again")
 
-    def collect_rejected(self, path: str, limit: int) -> RejectedRecords:
-        """The rejected records of all shards, with the lines of their files, listed in `path`."""
-        rejected = RejectedRecords(limit, path)
-        file, position, lines = "", 0, 0
-        with closing(rejected):
-            for number, shard in enumerate(self.shards):
-                record, listed = self._record(number), Path(f"{self._prefix(number)}.bad.jsonl")
-                rejected.num_empty += record["empty_documents"] if record else 0
-                if listed.is_file():
-                    if shard.path != file:
-                        file, position, lines = shard.path, 0, 0
-                    if shard.kind != "dataset":
-                        lines += count_lines(shard.path, position, shard.start)
-                        position = shard.start
-                    for entry in map(json.loads, listed.read_text(encoding="utf-8").splitlines()):
-                        line = lines + entry["line"]
-                        rejected.reject(Rejected(shard.path, line, entry["reason"], entry["content"]))
+    def _collect_rejected(self) -> RejectedRecords:
+        """The rejected records of all shards, with the lines of their files."""
+        file, position, num_lines = "", 0, 0
+        with closing(RejectedRecords(self.limit, self.rejected)) as rejected:
+            for shard, part in zip(self.shards, self._parts, strict=True):
+                rejected.num_empty += self._record(part).get("empty_documents", 0)
+                if not (listed := Path(f"{part}.bad.jsonl")).is_file():
+                    continue
+                if shard.path != file:
+                    file, position, num_lines = shard.path, 0, 0
+                if shard.kind != "dataset":
+                    num_lines += count_lines(shard.path, position, shard.start)
+                    position = shard.start
+                for entry in map(json.loads, listed.read_text(encoding="utf-8").splitlines()):
+                    line = num_lines + entry["line"]
+                    rejected.reject(Rejected(shard.path, line, entry["reason"], entry["content"]))
         if rejected.count:
             logger.warning("%s", rejected)
         return rejected

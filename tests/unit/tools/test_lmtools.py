@@ -112,14 +112,15 @@ def test_ctrl_c_while_tokenizing_keeps_the_finished_pieces(tmp_path):
         cwd=tmp_path, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )  # fmt: skip
-    while not list((tmp_path / "t.shards").glob("*.idx")):
+    while not list(tmp_path.glob("t.shards-*/*.idx")):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 130
-    kept = "another run resumes from the finished shards in t.shards\n"
+    (folder,) = tmp_path.glob("t.shards-*")
+    kept = f"another run resumes from the finished shards in {folder.name}\n"
     assert process.stderr.read() == f"{kept}interrupted\n"
-    assert list((tmp_path / "t.shards").glob("*.idx")) and not (tmp_path / "t.idx").exists()
+    assert list(folder.glob("*.idx")) and not (tmp_path / "t.idx").exists()
 
 
 @pytest.mark.parametrize("name", module.COMMANDS)

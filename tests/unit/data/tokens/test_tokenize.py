@@ -77,23 +77,14 @@ def test_many_small_files_are_one_commit(tmp_path, vocab, monkeypatch):
     assert len(synced) < 10
 
 
-@pytest.mark.parametrize("name", ["plan.json", ".plan.json.tmp0123456789ab"])  # the second: of a kill
-@pytest.mark.parametrize("plan", ["", "[]", "{", '{"fingerprint": null}', "\xff"])
-def test_a_damaged_plan_is_made_again(tmp_path, vocab, name, plan):
+def test_shards_of_another_text_are_removed_and_other_folders_left_alone(tmp_path, vocab):
     data = write_jsonl(tmp_path / "d.jsonl", make_texts(3))
-    (tmp_path / "t.shards").mkdir()
-    (tmp_path / "t.shards" / name).write_bytes(plan.encode("latin-1"))
+    for name in ("t.shards", "t.shards-0123456789abcdef"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.txt").write_text("mine")
     tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
-    assert len(sequences(tmp_path / "t")) == 3 and not (tmp_path / "t.shards").exists()
-
-
-def test_a_folder_of_someone_else_is_left_alone(tmp_path, vocab):
-    data = write_jsonl(tmp_path / "d.jsonl", make_texts(3))
-    (tmp_path / "t.shards").mkdir()
-    (tmp_path / "t.shards" / "thesis.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"t\.shards holds other files"):
-        tokenize_corpus([data], vocab, tmp_path / "t")
-    assert (tmp_path / "t.shards" / "thesis.txt").read_text() == "mine"
+    assert len(sequences(tmp_path / "t")) == 3
+    assert [path.name for path in tmp_path.glob("t.shards*")] == ["t.shards"]
 
 
 SCRIPT = """
@@ -131,7 +122,7 @@ def test_sigkill_leaves_no_worker_behind_and_the_next_run_gives_the_same_bytes(t
     data = write_jsonl(tmp_path / "d.jsonl", make_texts(6000))
     tokenize_corpus([data], vocab, tmp_path / "whole", workers=1)
     process = start(tmp_path, data, vocab, tmp_path / "t")
-    while not list((tmp_path / "t.shards").glob("*.idx")):
+    while not list(tmp_path.glob("t.shards-*/*.idx")):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
@@ -140,7 +131,7 @@ def test_sigkill_leaves_no_worker_behind_and_the_next_run_gives_the_same_bytes(t
     while group_members(process.pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert group_members(process.pid) == []
-    finished = len(list((tmp_path / "t.shards").glob("*.idx")))
+    finished = len(list(tmp_path.glob("t.shards-*/*.idx")))
     assert 0 < finished < len(plan_shards([data], 20_000))
     process = start(tmp_path, data, vocab, tmp_path / "t")
     assert process.wait() == 0, process.stderr.read()
@@ -239,7 +230,7 @@ def test_too_many_bad_lines_leave_the_finished_pieces_to_a_run_with_a_higher_lim
     monkeypatch.setattr(tokenize, "encode_shard", lambda shard, *rest: done.append(shard) or real(shard, *rest))
     tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
     assert len(done) == 1 and files(tmp_path / "t") == files(tmp_path / "whole")
-    assert not (tmp_path / "t.shards").exists()
+    assert not list(tmp_path.glob("t.shards*"))
 
 
 def ensure_tokenized(path, vocab, cache, **options):

@@ -90,14 +90,14 @@ def test_an_output_in_the_folder_of_its_text_is_no_input_and_a_stopped_run_goes_
         tokenize_corpus([str(folder)], vocab, folder / "t", workers=1)
     left = IndexedDatasetWriter(folder / "t", "uint16"), IndexedDatasetWriter(folder / "other", "uint16")  # of a kill
     (folder / "t.bin.tmpl").touch()  # not a name that a writer gives
-    damaged = folder / "t.shards" / "000001.bin"  # by a power cut, which left the size without the content
+    (damaged,) = folder.glob("t.shards-*/000001.bin")  # by a power cut, which left the size without the content
     damaged.write_bytes(bytes(damaged.stat().st_size))
     tokenize_corpus([str(folder)], vocab, folder / "t", workers=1)
     shards = len(plan_shards([str(folder)], 20_000))
     assert shards > 4 and len(done) == 3 + shards - 1, "the other finished shard was thrown away"
     assert files(folder / "t") == files(tmp_path / "whole")
     assert {path.name[:13] for path in folder.glob("*.tmp*")} == {"other.bin.tmp", "t.bin.tmpl"}
-    assert not (folder / "t.shards").exists()
+    assert not list(folder.glob("t.shards*"))
     tokenize_corpus([str(folder)], vocab, folder / "t", workers=1)  # the same again beside its own output
     assert files(folder / "t") == files(tmp_path / "whole")
     for writer in left:
