@@ -142,7 +142,7 @@ def test_a_metric_that_validation_does_not_give_is_named_and_no_update_is_lost(t
         {"model_path": str(tmp_path), "optimize_metric": "rougeL", "valid_interval": 1},
         valid=DataLoader(RaggedPairs(4), batch_size=4),
     )
-    with pytest.raises(UserError, match="rougeL is not produced by validation, which gives loss"):
+    with pytest.raises(UserError, match="rougeL is no number of validation, which gives loss"):
         loop.train()
     assert (tmp_path / "last").resolve().name == "step_000001"
 
