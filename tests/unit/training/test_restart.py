@@ -22,6 +22,7 @@ from lm_experiments_tools.training.batches import BatchStream
 from tests.helpers.loops import At, make_loop
 from tests.helpers.toys import RaggedPairs, tiny_t5
 
+
 def start(path, model=None, optimizer=torch.optim.SGD, valid=None, **flags):
     """A loop as a program of the library makes it, and the first inputs of each row that it has trained on."""
     shuffled = torch.Generator().manual_seed(5)
