@@ -306,10 +306,6 @@ class Backend(Workers):
             self.model = self._inner = self.optimizer = self._addends = None
             self.reduction = Reduction()
 
-    def follow_frozen(self) -> None:
-        """Tell the reduction that parameters were frozen or unfrozen; see `Reduction.follow_frozen`."""
-        self.reduction.follow_frozen(self._inner)
-
     def backward(self, loss: Tensor, last: bool = True) -> None:
         """Accumulate the gradient of a scalar loss, a summand of the step's; call inside `reduction.passes`.
 

@@ -131,16 +131,6 @@ class ExactSum(Reduction):
         if last:
             self.finish()
 
-    def follow_frozen(self, model: nn.Module) -> None:
-        """Refuse parameters that were unfrozen after the sums were made for the others. Raises UserError."""
-        known = set(map(id, self.parameters))
-        added = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in known]
-        if added:
-            raise UserError(
-                f"{added[0]} was unfrozen during training, which --reproducible cannot sum: unfreeze it before "
-                "training or by --phases, or leave --reproducible out."
-            )
-
     def must_repeat(self) -> bool:
         """True, on all workers, if a gradient reached the limit 2^exponent of its parameter.
 

@@ -247,12 +247,9 @@ class TrainingLoop:
             The result; None if the step is still in flight, or was not run because a signal stops the run.
         """
         started, args, backend, step = time.perf_counter(), self.args, self.backend, self.step
-        trained = [parameter.requires_grad for parameter in self._parameters]
-        # A callback has frozen or unfrozen parameters.
-        if trained != self._trained:
-            self._finalize_step()
-            backend.follow_frozen()
-            self._trained = trained
+        # Reductions and shards are those of the parameters that were trained at the start.
+        if [parameter.requires_grad for parameter in self._parameters] != self._trained:
+            raise UserError("parameters were frozen or unfrozen during training: use --phases, or train again")
         micro_batches = step.split(batch, args.batch_size)
         # The workers' clocks differ, so rank 0 decides for all whether the last checkpoint is too old.
         is_old = self._saves_by_time and time.monotonic() - self._last_save >= SAVE_SECONDS
