@@ -263,14 +263,6 @@ def is_split(loader: Any) -> bool:
     return is_declared or hasattr(loader, "end_of_dataloader")
 
 
-def num_rows_of(dataset: Any) -> int | None:
-    """Length of a dataset; None if it has no length."""
-    try:
-        return len(dataset)
-    except TypeError:
-        return None
-
-
 def num_rows_in(batch: Any) -> int:
     """Rows of a batch: the length of its first tensor; 1 where there is none."""
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]

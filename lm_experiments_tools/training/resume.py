@@ -34,7 +34,7 @@ from lm_experiments_tools.files import to_jsonable
 from lm_experiments_tools.modules.devices import align_model
 from lm_experiments_tools.modules.inspection import saved_state
 from lm_experiments_tools.tracking.run_directory import differences, refuse_or_report
-from lm_experiments_tools.training.batches import BatchStream, num_rows_of
+from lm_experiments_tools.training.batches import BatchStream
 from lm_experiments_tools.training.metrics import LoggingInterval
 from lm_experiments_tools.training.phases import Phase, data_start, ramp_start
 from lm_experiments_tools.training.schedules import LearningRate
@@ -303,8 +303,8 @@ def data_identity(loader: Any) -> str | None:
     """The loader's fingerprint; for loaders without one the number of rows, if it is known."""
     if (fingerprint := getattr(loader, "fingerprint", None)) is not None:
         return fingerprint
-    num_rows = num_rows_of(getattr(loader, "dataset", None))
-    return None if num_rows is None else f"{num_rows} rows"
+    dataset = getattr(loader, "dataset", None)
+    return f"{len(dataset)} rows" if hasattr(dataset, "__len__") else None
 
 
 def _model_facts(model: nn.Module) -> dict[str, Any]:
