@@ -34,7 +34,7 @@ class SparseLabeller(TinyLabeller):
     ("options", "sentence"),
     [
         ({"loader": DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=2)}, "a batch is a list, but must be a"),
-        ({"loader": [{"input_ids": [[1, 2]] * 2, "labels": [[1]] * 2}]}, "no entry of the batch .* is a tensor and an argument"),
+        ({"loader": [{"input_ids": [[1, 2]] * 2, "labels": [[1]] * 2}]}, "no entry of the batch .* is a tensor"),
         ({"loader": None}, "made without train_dataloader, so it can only validate"),
         ({"optimizer": torch.optim.SGD(TinyLabeller().parameters())}, "has none of the 3 trained parameters"),
         ({"model": SparseLabeller()}, "embedding has sparse gradients"),
