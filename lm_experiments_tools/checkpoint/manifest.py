@@ -24,7 +24,6 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 INDEXES = "*.index.json"
 REPLACED = ".old-"  # prefix of a step's earlier checkpoint while the new version takes its name
-PINNED = "kept-"  # prefix of an empty file next to a checkpoint that is never pruned
 TRAINER_STATE = "trainer_state.safetensors"  # in each of our checkpoints, and in no folder of another tool
 
 logger = logging.getLogger(__name__)
@@ -79,20 +78,6 @@ def named_checkpoint(path: Path) -> Path:
                 if path.name == "last" or read_manifest(checkpoint).get("is_best"):
                     return checkpoint
     return or_replaced(path)
-
-
-def pin(path: Path) -> None:
-    """Protect a checkpoint from being pruned by its run, with an empty file next to it.
-
-    Args:
-        path: folder of the checkpoint; any other path is ignored.
-    """
-    if parse_step(path.name) is None or not (path / MANIFEST).is_file():
-        return
-    try:
-        path.with_name(f"{PINNED}{path.name}").touch()
-    except OSError as error:
-        logger.warning("%s cannot be pinned (%s): its run may prune it, so copy it elsewhere", path, error.strerror)
 
 
 def list_files(directory: Path) -> dict[str, Path]:

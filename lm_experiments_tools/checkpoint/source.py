@@ -93,8 +93,7 @@ class Source:
     def label_names(self) -> tuple[str, ...]:
         """Names of a classifier's labels, by label number; empty if unknown."""
         if self.is_adapter:
-            labels = self.path / LABELS_FILE
-            return _label_names(labels) if labels.is_file() else ()
+            return tuple(self._json(LABELS_FILE).get("label_names", ()))
         return real_names(self.config.get("id2label"), str(self.path / CONFIG))
 
     def fingerprint(self) -> str | None:
@@ -120,14 +119,6 @@ class Source:
     def base_named_in(self) -> Path:
         """The file in which an adapter names the base model that it was trained on."""
         return self.path / ADAPTER_CONFIG
-
-
-def _label_names(file: Path) -> tuple[str, ...]:
-    """The labels in LABELS_FILE. Raises UserError."""
-    found = read_json(file).get("label_names")
-    if not isinstance(found, list) or not found or not all(isinstance(text, str) for text in found):
-        raise UserError(f"{file} has no list of texts called label_names: copy the adapter again.")
-    return tuple(found)
 
 
 def real_names(id2label: Any, where: str) -> tuple[str, ...]:
