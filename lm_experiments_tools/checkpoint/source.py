@@ -133,17 +133,13 @@ def real_names(id2label: Any, where: str) -> tuple[str, ...]:
     Raises:
         UserError: `id2label` does not map numbers to names.
     """
-    if id2label is None:
-        return ()
     try:
-        named = {int(number): name for number, name in id2label.items()}
-        if not all(isinstance(name, str | int | float) for name in named.values()):
-            raise ValueError(f"labels {list(named.values())}")
+        named = {int(number): str(name) for number, name in (id2label or {}).items()}
     except (AttributeError, ValueError) as error:
         raise UserError(
             f'{where}: id2label names no label by its number ({error}): write it as {{"0": "no", "1": "yes"}}.'
         ) from error
-    names = tuple(str(named[number]) for number in sorted(named))
+    names = tuple(named[number] for number in sorted(named))
     return () if names == tuple(f"LABEL_{number}" for number in range(len(names))) else names
 
 
