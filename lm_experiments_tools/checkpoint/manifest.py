@@ -15,7 +15,6 @@ from datetime import datetime, timezone
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
-from lm_experiments_tools.checkpoint.model_config import read_model_config
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import fsync_path, read_json, to_jsonable
 
@@ -294,7 +293,7 @@ def check_untrusted(folder: Path) -> None:
     Raises:
         UserError: a weight file outside the folder, or an attention kernel from the Hub.
     """
-    config = read_model_config(folder / "config.json") if (folder / "config.json").is_file() else {}
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     # The configuration may name an index in a subfolder.
     indexes = {*folder.glob(INDEXES), folder / str(config.get("transformers_weights"))}
     for index in indexes:

@@ -21,7 +21,6 @@ from lm_experiments_tools.checkpoint.manifest import (
     sha256_of,
     verify_model,
 )
-from lm_experiments_tools.checkpoint.model_config import read_model_config
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.files import read_json
 
@@ -68,7 +67,7 @@ class Source:
     def config(self) -> dict[str, Any]:
         """Read the content of the model's config.json; empty on the Hub or if there is none. Raises UserError."""
         file = None if self.path is None else self.path / CONFIG
-        found = read_model_config(file) if file is not None and file.is_file() else {}
+        found = read_json(file) if file is not None and file.is_file() else {}
         real_names(found.get("id2label"), f"{self.path}/{CONFIG}")
         return found
 
