@@ -340,7 +340,7 @@ class DeepSpeedBackend(AccelerateBackend):
                 self.model = model.to(self.device, self.dtype) if is_full else self.accelerator.prepare(model)
             self.reduction = Reduction(self.world_size, self._reproducible)
             return
-        deepspeed_config.check_optimizer(optimizer, self.stage)
+        deepspeed_config.check_optimizer(optimizer)
         config = self.accelerator.state.deepspeed_plugin.deepspeed_config
         config["zero_force_ds_cpu_optimizer"] = deepspeed_config.has_cpu_version(optimizer)
         # Parameters created inside `zero.Init` are sharded already.

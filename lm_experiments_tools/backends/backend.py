@@ -263,8 +263,6 @@ class Backend(Workers):
         check_exact(args, getattr(self, "wrapping", self.name) if shards else None)
         use_ordered_kernels(self.device)
         args.shares(self.world_size)
-        if self.device.type == "mps":
-            raise UserError("--reproducible sums in float64, which Apple's GPUs lack: add --backend local.")
         virtual = args.virtual_size(self.world_size)
         self._reproducible = [args.reproducible, virtual]
         if not shards:

@@ -40,9 +40,6 @@ class ExactSum(Reduction):
 
     Attributes:
         exponents: one per parameter; gradients must stay below 2^exponent. Saved in checkpoints.
-
-    Raises:
-        UserError: the parameters are on more than one device.
     """
 
     is_exact = True
@@ -56,11 +53,6 @@ class ExactSum(Reduction):
     ) -> None:
         super().__init__(1, reproducible)
         self.parameters = [p for p in parameters if p.requires_grad]
-        if len(devices := {str(p.device) for p in self.parameters}) > 1:
-            raise UserError(
-                f"--reproducible needs a model on one device, and this one is on {' and '.join(sorted(devices))}: "
-                "leave --device_map and --embeddings_on_cpu out."
-            )
         self._bits, self._max_added = 62 - math.ceil(math.log2(addends)), addends // workers.world_size
         self._workers = workers
         self.exponents = [_INITIAL] * len(self.parameters)
