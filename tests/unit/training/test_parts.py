@@ -24,12 +24,6 @@ def made(model=None, optimizer=torch.optim.SGD, loader="pairs", valid=None, tran
     return make_loop(model, optimizer, loader, valid, **args)
 
 
-class SparseLabeller(TinyLabeller):
-    def __init__(self):
-        super().__init__()
-        self.embedding = torch.nn.Embedding(VOCABULARY_SIZE, 16, sparse=True)
-
-
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -37,7 +31,6 @@ class SparseLabeller(TinyLabeller):
         ({"loader": [{"input_ids": [[1, 2]] * 2, "labels": [[1]] * 2}]}, "no entry of the batch .* is a tensor"),
         ({"loader": None}, "made without train_dataloader, so it can only validate"),
         ({"optimizer": torch.optim.SGD(TinyLabeller().parameters())}, "has none of the 3 trained parameters"),
-        ({"model": SparseLabeller()}, "embedding has sparse gradients"),
         ({"save_best": True, "model_path": "run"}, "no validation data for save_best: give valid_dataloader"),
     ],
 )
