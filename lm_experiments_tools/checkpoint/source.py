@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -171,20 +172,10 @@ def may_be_on_hub(name: str) -> bool:
 
 @cache
 def hub_source(name: str, flag: str) -> Source:
-    """Find a model on the Hugging Face Hub; its configuration is downloaded once and checked.
-
-    Args:
-        flag: the flag that names the model, for error messages.
-
-    Raises:
-        UserError: the Hub or the model cannot be reached.
-    """
-    try:
-        folder = hub_folder(name, flag, (CONFIG, INDEXES))
-    # Loading the model reports it.
-    except OSError:
-        return Source(name)
-    check_untrusted(folder)
+    """Find a model on the Hugging Face Hub, and check its configuration; see `hub_folder`."""
+    # Loading the model reports other errors.
+    with suppress(OSError):
+        check_untrusted(hub_folder(name, flag, (CONFIG, INDEXES)))
     return Source(name)
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from lm_experiments_tools.backends.collective import agreed, on_all, on_main
 from lm_experiments_tools.checkpoint.manifest import parse_step
 from lm_experiments_tools.checkpoint.saving import Saver
+from lm_experiments_tools.checkpoint.writer import CheckpointWriter
 from lm_experiments_tools.config.flags import AUTO, RUNS
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tracking.run_directory import RunDirectory, claim_run
@@ -110,11 +111,19 @@ def claim_for_all(args: TrainerArgs, backend: Backend, *, once_more: bool = Fals
 
 
 def open_saver(args: TrainerArgs, backend: Backend, tokenizer_dir: Path | None, phase: Phase | None) -> Saver:
-    """Claim the run directory, and create the saver of its checkpoints; collective."""
+    """Claim the run directory, and create the saver of its checkpoints; collective. Without one it saves nothing."""
+    if not args.model_path:
+        return Saver(backend, None)
     run = args if phase is None else phase.run
-    if args.model_path:
-        claim_for_all(run, backend, once_more=True)
-    return Saver.of_run(args, backend, tokenizer_dir, run.resume_path())
+    claim_for_all(run, backend, once_more=True)
+    folder = Path(args.model_path)
+    return Saver(
+        backend,
+        CheckpointWriter(folder / "checkpoints", args.keep_checkpoints, links_in=folder),
+        in_background=args.save_in_background,
+        tokenizer_dir=tokenizer_dir,
+        resume=run.resume_path(),
+    )
 
 
 def newest_step(folder: Path) -> int:
