@@ -123,12 +123,6 @@ class ZeROReduction(Reduction):
         self._engine.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
-    def follow_frozen(self, model: nn.Module) -> None:
-        raise UserError(
-            "parameters were frozen or unfrozen during training, which DeepSpeed cannot follow: do so before "
-            "training, or use DDP, FSDP or Horovod"
-        )
-
 
 class AccelerateBackend(Backend):
     """One worker of an Accelerate job with DDP, or a single process; base class of FSDP and DeepSpeed.
@@ -196,13 +190,6 @@ class AccelerateBackend(Backend):
             return super()._make_reduction(optimizer)
         trains = optimizer is not None
         return DDPReduction(self.accelerator, self._reproducible, trains=trains, as_fp16=self.fp16_allreduce)
-
-    def follow_frozen(self) -> None:
-        super().follow_frozen()
-        # DDP reduces the parameters that it was made for, so it is made anew.
-        if self.world_size > 1 and isinstance(self.reduction, DDPReduction):
-            self.release()
-            self.model = self.reduction.wrap(self.model)
 
     def release(self, *, forget: bool = False) -> None:
         super().release(forget=forget)
@@ -353,7 +340,7 @@ class DeepSpeedBackend(AccelerateBackend):
                 self.model = model.to(self.device, self.dtype) if is_full else self.accelerator.prepare(model)
             self.reduction = Reduction(self.world_size, self._reproducible)
             return
-        deepspeed_config.check_optimizer(optimizer, self.stage)
+        deepspeed_config.check_optimizer(optimizer)
         config = self.accelerator.state.deepspeed_plugin.deepspeed_config
         config["zero_force_ds_cpu_optimizer"] = deepspeed_config.has_cpu_version(optimizer)
         # Parameters created inside `zero.Init` are sharded already.

@@ -263,8 +263,6 @@ class Backend(Workers):
         check_exact(args, getattr(self, "wrapping", self.name) if shards else None)
         use_ordered_kernels(self.device)
         args.shares(self.world_size)
-        if self.device.type == "mps":
-            raise UserError("--reproducible sums in float64, which Apple's GPUs lack: add --backend local.")
         virtual = args.virtual_size(self.world_size)
         self._reproducible = [args.reproducible, virtual]
         if not shards:
@@ -305,10 +303,6 @@ class Backend(Workers):
         if forget:
             self.model = self._inner = self.optimizer = self._addends = None
             self.reduction = Reduction()
-
-    def follow_frozen(self) -> None:
-        """Tell the reduction that parameters were frozen or unfrozen; see `Reduction.follow_frozen`."""
-        self.reduction.follow_frozen(self._inner)
 
     def backward(self, loss: Tensor, last: bool = True) -> None:
         """Accumulate the gradient of a scalar loss, a summand of the step's; call inside `reduction.passes`.

@@ -1,4 +1,4 @@
-"""Jobs of several processes that srun, mpirun, mpiexec or jsrun starts, connected without torchrun.
+"""Jobs of several processes that srun, mpirun or mpiexec starts, connected without torchrun.
 
 These launchers start one command several times (as "tasks") and set environment variables that torch does not read.
 """
@@ -23,13 +23,9 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _FIRST_PORT, _NUM_PORTS = 15000, 15000
 # launcher -> variables of the number of tasks, this one's number, its number and their number on this machine
 _VARIABLES = {
-    "mpirun (Open MPI) or jsrun": (
+    "mpirun (Open MPI)": (
         "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    "mpirun (MVAPICH)": (
-        "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "jsrun": ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
     "mpiexec (MPICH, Intel MPI)": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }  # fmt: skip
 

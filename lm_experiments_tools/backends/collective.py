@@ -93,16 +93,6 @@ class Reduction:
     def after_backward(self, last: bool) -> None:
         """Take a micro-batch's gradients; after the last one leave the reduced gradients in the parameters."""
 
-    def follow_frozen(self, model: nn.Module) -> None:
-        """Reduce the gradients of the parameters that require one now, after some were frozen or unfrozen.
-
-        Args:
-            model: without wrappers.
-
-        Raises:
-            UserError: the gradients of other parameters than before cannot be reduced.
-        """
-
     def release(self) -> None:
         """Leave the model's parameters alone from now on."""
 

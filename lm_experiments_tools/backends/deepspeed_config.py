@@ -115,14 +115,8 @@ def refusals() -> Iterator[None]:
         raise UserError(f"DeepSpeed does not take its configuration: {text}") from error
 
 
-def check_optimizer(optimizer: Optimizer, stage: int) -> None:
+def check_optimizer(optimizer: Optimizer) -> None:
     """Refuse optimizers that need whole matrices: ZeRO flattens all parameters into one vector. Raises UserError."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    groups = [group["params"] for group in optimizer.param_groups if group["params"]]
-    if not all(any(p.requires_grad for p in group) for group in groups):
-        raise UserError("ZeRO cannot step a parameter group that is all frozen: leave it out of the optimizer.")
-    if stage == 3 and any(getattr(parameter, "ds_numel", parameter.numel()) == 0 for parameter in parameters):
-        raise UserError("ZeRO stage 3 cannot train a parameter without elements: remove it, or use stage 2 or DDP.")
     if type(optimizer) is torch.optim.Adagrad and len(optimizer.param_groups) > 1:
         raise UserError(
             f"Adagrad cannot be trained under DeepSpeed in {len(optimizer.param_groups)} parameter groups, which it "

@@ -40,9 +40,6 @@ class ExactSum(Reduction):
 
     Attributes:
         exponents: one per parameter; gradients must stay below 2^exponent. Saved in checkpoints.
-
-    Raises:
-        UserError: the parameters are on more than one device.
     """
 
     is_exact = True
@@ -56,11 +53,6 @@ class ExactSum(Reduction):
     ) -> None:
         super().__init__(1, reproducible)
         self.parameters = [p for p in parameters if p.requires_grad]
-        if len(devices := {str(p.device) for p in self.parameters}) > 1:
-            raise UserError(
-                f"--reproducible needs a model on one device, and this one is on {' and '.join(sorted(devices))}: "
-                "leave --device_map and --embeddings_on_cpu out."
-            )
         self._bits, self._max_added = 62 - math.ceil(math.log2(addends)), addends // workers.world_size
         self._workers = workers
         self.exponents = [_INITIAL] * len(self.parameters)
@@ -130,16 +122,6 @@ class ExactSum(Reduction):
         self.add()
         if last:
             self.finish()
-
-    def follow_frozen(self, model: nn.Module) -> None:
-        """Refuse parameters that were unfrozen after the sums were made for the others. Raises UserError."""
-        known = set(map(id, self.parameters))
-        added = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in known]
-        if added:
-            raise UserError(
-                f"{added[0]} was unfrozen during training, which --reproducible cannot sum: unfreeze it before "
-                "training or by --phases, or leave --reproducible out."
-            )
 
     def must_repeat(self) -> bool:
         """True, on all workers, if a gradient reached the limit 2^exponent of its parameter.

@@ -1,7 +1,6 @@
 """Data parallelism over Horovod: `horovodrun -np 8 python run_t5_pretraining.py ...`, or `mpirun` with an MPI build.
 
-Horovod's DistributedOptimizer reduces gradients during the backward pass. It re-creates the optimizer that it wraps
-and loses some of its arguments, so it wraps a placeholder SGD whose `step` is never called.
+Horovod's DistributedOptimizer reduces gradients during the backward pass.
 """
 
 from __future__ import annotations
@@ -46,21 +45,14 @@ class HorovodReduction(Reduction):
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, as_fp16: bool, reproducible: list[Any]) -> None:
         super().__init__(hvd.size(), reproducible)
-        self._as_fp16 = as_fp16
-        self._of_optimizer = [p for group in optimizer.param_groups for p in group["params"]]
-        self._reducer: Any = None
-        self.follow_frozen(model)
-
-    def follow_frozen(self, model: nn.Module) -> None:
-        """Make Horovod's optimizer for the parameters that require a gradient now."""
-        self.release()
-        # Not the optimizer's alone: a callback may add what it unfreezes to the optimizer later.
-        used = dict.fromkeys([*self._of_optimizer, *model.parameters()] if self._of_optimizer else [])
-        self._reduced = [p for p in used if p.requires_grad]
-        if self._as_fp16 or not self._reduced:
+        self._as_fp16, self._reducer = as_fp16, None
+        self._reduced = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if as_fp16 or not self._reduced:
             return
         names = {parameter: name for name, parameter in model.named_parameters()}
         named = [(names.get(p, f"parameter.{i}"), p) for i, p in enumerate(self._reduced)]
+        # It re-creates the optimizer that it wraps and loses some of its arguments, so it gets a placeholder, whose
+        # `step` is never called.
         self._reducer = hvd.DistributedOptimizer(torch.optim.SGD(self._reduced, lr=0.0), named_parameters=named)
 
     def release(self) -> None:

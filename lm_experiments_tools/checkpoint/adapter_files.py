@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from lm_experiments_tools.checkpoint.manifest import pin, verify_model
+from lm_experiments_tools.checkpoint.manifest import verify_model
 from lm_experiments_tools.checkpoint.source import (
     ADAPTER_CONFIG,
     LABELS_FILE,
@@ -72,8 +72,6 @@ def save_adapter(
     """
     state = trained_parameters(model) if state is None else state
     config, base = model.peft_config[DEFAULT_ADAPTER], getattr(model, "base_fingerprint", None)
-    if config.base_model_name_or_path:
-        pin(Path(config.base_model_name_or_path))
     if names := real_names(model.config.id2label, str(path)):
         (path / LABELS_FILE).write_text(json.dumps({"label_names": names}), encoding="utf-8")
     weights = {saved: state[name].detach().cpu().contiguous() for saved, name in saved_names(model).items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from pathlib import Path
 
 from lm_experiments_tools.checkpoint.manifest import (
@@ -89,18 +88,12 @@ def find_newest_valid(root: Path | str) -> Path | None:
     Damaged newer ones are named in warnings.
 
     Raises:
-        UserError: all checkpoints are damaged, or `root` is not a folder.
+        UserError: all checkpoints are damaged.
     """
-    root = Path(root)
-    if os.path.lexists(root) and not root.is_dir():
-        raise UserError(
-            f"{root}, where checkpoints belong, is no folder but a {'link to none' if root.is_symlink() else 'file'}: "
-            "put the folder there, or give another --model_path."
-        )
-    reasons = []
+    root, reasons = Path(root), []
     for candidate in _candidates(root) if root.is_dir() else []:
         try:
-            _verify_candidate(candidate)
+            verify(candidate)
             return candidate
         except (CheckpointDamaged, OSError) as error:
             reason = error.reason if isinstance(error, CheckpointDamaged) else f"cannot be read ({error.strerror})"
@@ -115,19 +108,7 @@ def find_newest_valid(root: Path | str) -> Path | None:
 
 
 def _candidates(root: Path) -> list[Path]:
-    """Everything named like a checkpoint, newest first; a misnamed one is listed so that it is reported."""
-
-    def age(entry: Path) -> tuple[int, bool]:
-        digits = re.search(r"\d{1,18}", entry.name)
-        return (int(digits[0]) if digits else -1, not entry.name.startswith(REPLACED))
-
-    names = ("step_", f"{REPLACED}step_")
-    return sorted((entry for entry in root.iterdir() if entry.name.startswith(names)), key=age, reverse=True)
-
-
-def _verify_candidate(candidate: Path) -> None:
-    if candidate.is_symlink():
-        raise CheckpointDamaged(candidate, "it is a symbolic link")
-    if candidate.is_dir() and not candidate.name.startswith(REPLACED) and parse_step(candidate.name) is None:
-        raise CheckpointDamaged(candidate, "its name is not step_NNNNNN")
-    verify(candidate)
+    """Folders with names of checkpoints, newest first; of two versions of a step the replaced one last."""
+    named = [(parse_step(entry.name.removeprefix(REPLACED)), entry) for entry in root.iterdir()]
+    of_steps = [(step, not entry.name.startswith(REPLACED), entry) for step, entry in named if step is not None]
+    return [entry for *_, entry in sorted(of_steps, reverse=True)]

@@ -30,7 +30,6 @@ from lm_experiments_tools.modules.inspection import is_adapted, saved_state, unt
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
-    from lm_experiments_tools.config.training import TrainerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -72,17 +71,6 @@ class Saver:
         self._writing: Future[str | None] | None = None
         self.failed = False
         self._key = ""  # of the last save, equal on all workers
-
-    @classmethod
-    def of_run(
-        cls, args: TrainerArgs, backend: Backend, tokenizer_dir: Path | None, resume: str | None = None
-    ) -> Saver:
-        """Create the saver of `--model_path`; without this flag it saves nothing."""
-        writer = None
-        if args.model_path:
-            run = Path(args.model_path)
-            writer = CheckpointWriter(run / "checkpoints", args.keep_checkpoints, links_in=run)
-        return cls(backend, writer, in_background=args.save_in_background, tokenizer_dir=tokenizer_dir, resume=resume)
 
     def is_own(self, checkpoint: Path) -> bool:
         """True if this saver's run wrote the checkpoint."""

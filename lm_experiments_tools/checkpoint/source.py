@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from lm_experiments_tools.checkpoint.manifest import (
     INDEXES,
@@ -22,7 +22,6 @@ from lm_experiments_tools.checkpoint.manifest import (
     sha256_of,
     verify_model,
 )
-from lm_experiments_tools.checkpoint.model_config import read_model_config
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.files import read_json
 
@@ -35,8 +34,6 @@ LABELS_FILE = "label_names.json"  # next to the adapter of a classifier: config.
 KINDS = ("model_type", "task")
 TASK_FILE = "finetuning_task.json"  # next to fine-tuned weights: the task and its settings
 _FILES = (".pth", ".bin", ".safetensors", ".model", ".json", ".txt")  # suffixes that no name on the Hub has
-_TRIES = 10  # to read a checkpoint of a running job, which removes old ones
-T = TypeVar("T")
 _TOKENIZER_FILES = ("*token*", "vocab.txt", "spiece.model")
 TOKENIZER_FILES = (*_TOKENIZER_FILES, CONFIG, "vocab.json", "merges.txt")  # on the Hub
 # transformers' names, in the order in which it looks for them
@@ -71,7 +68,7 @@ class Source:
     def config(self) -> dict[str, Any]:
         """Read the content of the model's config.json; empty on the Hub or if there is none. Raises UserError."""
         file = None if self.path is None else self.path / CONFIG
-        found = read_model_config(file) if file is not None and file.is_file() else {}
+        found = read_json(file) if file is not None and file.is_file() else {}
         real_names(found.get("id2label"), f"{self.path}/{CONFIG}")
         return found
 
@@ -96,8 +93,7 @@ class Source:
     def label_names(self) -> tuple[str, ...]:
         """Names of a classifier's labels, by label number; empty if unknown."""
         if self.is_adapter:
-            labels = self.path / LABELS_FILE
-            return _label_names(labels) if labels.is_file() else ()
+            return tuple(self._json(LABELS_FILE).get("label_names", ()))
         return real_names(self.config.get("id2label"), str(self.path / CONFIG))
 
     def fingerprint(self) -> str | None:
@@ -125,14 +121,6 @@ class Source:
         return self.path / ADAPTER_CONFIG
 
 
-def _label_names(file: Path) -> tuple[str, ...]:
-    """The labels in LABELS_FILE. Raises UserError."""
-    found = read_json(file).get("label_names")
-    if not isinstance(found, list) or not found or not all(isinstance(text, str) for text in found):
-        raise UserError(f"{file} has no list of texts called label_names: copy the adapter again.")
-    return tuple(found)
-
-
 def real_names(id2label: Any, where: str) -> tuple[str, ...]:
     """Read the label names of a classifier from `id2label` of a Hugging Face configuration, ordered by label number.
 
@@ -145,17 +133,13 @@ def real_names(id2label: Any, where: str) -> tuple[str, ...]:
     Raises:
         UserError: `id2label` does not map numbers to names.
     """
-    if id2label is None:
-        return ()
     try:
-        named = {int(number): name for number, name in id2label.items()}
-        if not all(isinstance(name, str | int | float) for name in named.values()):
-            raise ValueError(f"labels {list(named.values())}")
+        named = {int(number): str(name) for number, name in (id2label or {}).items()}
     except (AttributeError, ValueError) as error:
         raise UserError(
             f'{where}: id2label names no label by its number ({error}): write it as {{"0": "no", "1": "yes"}}.'
         ) from error
-    names = tuple(str(named[number]) for number in sorted(named))
+    names = tuple(named[number] for number in sorted(named))
     return () if names == tuple(f"LABEL_{number}" for number in range(len(names))) else names
 
 
@@ -188,20 +172,10 @@ def may_be_on_hub(name: str) -> bool:
 
 @cache
 def hub_source(name: str, flag: str) -> Source:
-    """Find a model on the Hugging Face Hub; its configuration is downloaded once and checked.
-
-    Args:
-        flag: the flag that names the model, for error messages.
-
-    Raises:
-        UserError: the Hub or the model cannot be reached.
-    """
-    try:
-        folder = hub_folder(name, flag, (CONFIG, INDEXES))
-    # Loading the model reports it.
-    except OSError:
-        return Source(name)
-    check_untrusted(folder)
+    """Find a model on the Hugging Face Hub, and check its configuration; see `hub_folder`."""
+    # Loading the model reports other errors.
+    with suppress(OSError):
+        check_untrusted(hub_folder(name, flag, (CONFIG, INDEXES)))
     return Source(name)
 
 
@@ -263,30 +237,6 @@ def find_base(adapter: Source) -> Source:
     if base.is_adapter:
         raise UserError(f"{adapter.name} was trained on another adapter, {base.name}: merge that one first.")
     return base
-
-
-def on_newest(name: str, read: Callable[[], T]) -> T:
-    """Read from the checkpoint of a run that may still be training, and retry if the run replaces the checkpoint.
-
-    Args:
-        name: the run directory.
-        read: opens the run directory and returns a result.
-
-    Raises:
-        UserError, OSError: those of `read`.
-    """
-
-    def linked() -> list[str]:
-        return [os.path.realpath(named_checkpoint(Path(name) / link)) for link in ("best", "last")]
-
-    for _ in range(_TRIES - 1):
-        before = linked()
-        try:
-            return read()
-        except (UserError, OSError):
-            if linked() == before:
-                raise
-    return read()
 
 
 class ModelFiles:

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,24 +93,6 @@ def load_tensors(file: Path, advice: str = "it is truncated or corrupt; copy it 
         raise UserError(f"{file} cannot be read ({error}): {advice}.") from error
 
 
-@contextmanager
-def disk_errors_named(path: Path) -> Iterator[None]:
-    """Context that adds a file name to errors about a full disk which name none.
-
-    An example is the plain Exception of the tokenizers library.
-
-    Args:
-        path: the file that is being written.
-    """
-    try:
-        with naming(path):
-            yield
-    except Exception as error:
-        if type(error) is not Exception or "(os error " not in str(error):
-            raise
-        raise as_os_error(error, path) from error
-
-
 def as_os_error(error: Exception, path: Path) -> OSError:
     """Convert the exception of a Rust library, whose text contains such as "(os error 28)", to an OSError."""
     if isinstance(error, OSError):
@@ -154,7 +135,7 @@ def save_tree(
 
     Raises:
         TypeError: another type; the message names its place in the tree.
-        OSError: the files cannot be written.
+        OSError, SafetensorError: the files cannot be written.
     """
     encoder = _Encoder(rank, ranges)
     structure = encoder.encode(tree, "")
@@ -162,10 +143,7 @@ def save_tree(
         structure = {"$files": len(ranges), "tree": structure}
     stem = Path(path_stem)
     name = f"{stem.name}.safetensors" if ranges is None else sharded_name(stem.name, rank, len(ranges))
-    try:
-        write(encoder.tensors, stem.with_name(name))
-    except SafetensorError as error:
-        raise as_os_error(error, stem.with_name(name)) from error
+    write(encoder.tensors, stem.with_name(name))
     if rank == 0:
         json_file = Path(f"{stem}.json")
         # The file is flushed to the disk with the others, before the checkpoint is committed.

@@ -26,7 +26,6 @@ from safetensors import SafetensorError
 
 from lm_experiments_tools.checkpoint.manifest import (
     MANIFEST,
-    PINNED,
     REPLACED,
     CheckpointDamaged,
     build_manifest,
@@ -215,7 +214,7 @@ class CheckpointWriter:
         if self.keep is None:
             return
         for checkpoint in self._checkpoints()[: -self.keep]:
-            if checkpoint in protected or checkpoint.with_name(f"{PINNED}{checkpoint.name}").exists():
+            if checkpoint in protected:
                 continue
             doomed = checkpoint.with_name(f"{_TEMPORARY}pruned-{checkpoint.name}")
             try:

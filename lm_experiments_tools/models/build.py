@@ -18,11 +18,10 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
-from lm_experiments_tools.checkpoint.model_config import check_model_config, read_model_config
 from lm_experiments_tools.checkpoint.source import CONFIG
 from lm_experiments_tools.data.examples.text_encoder import frame_of
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import human_bytes
+from lm_experiments_tools.files import human_bytes, read_json
 from lm_experiments_tools.models.presets import find_config, read_model_settings
 from lm_experiments_tools.modules.devices import total_memory
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
@@ -86,7 +85,7 @@ def load_model_config(
             next to weights.
     """
     path = find_config(path_or_preset)
-    written = read_model_config(path)
+    written = read_json(path)
     is_saved = "base" not in written and (path.name == CONFIG or not written.keys().isdisjoint(SAVED_KEYS))
     values = read_model_settings(path) if trusted else written
     if trusted:
@@ -206,7 +205,6 @@ def pretrained_config(name: str, config_cls: type | None = None) -> PreTrainedCo
 
     with refusals_named(f"{name}: its configuration cannot be read"):
         values, _ = (config_cls or PreTrainedConfig).get_config_dict(name)
-        check_model_config(values, f"{name}: {CONFIG}")
         try:
             return _with_start((config_cls or AutoConfig).from_pretrained(name, trust_remote_code=False))
         except StrictDataclassError:

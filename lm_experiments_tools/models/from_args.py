@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.checkpoint.manifest import verify_model
-from lm_experiments_tools.checkpoint.model_config import check_model_config, read_model_config
 from lm_experiments_tools.config.bert import SENTENCES
 from lm_experiments_tools.config.options import read_options
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import read_json
 from lm_experiments_tools.models.build import (
     build_model,
     check_vocabulary,
@@ -100,7 +100,6 @@ def _model_source(args: ExperimentArgs, tokens: Mapping[str, int | None] | None)
         if not hasattr(config, name):
             near = nearest_names(name, config.to_dict()) or "."
             raise UserError(f"--model_options {name}: {type(config).__name__} has no such value{near}")
-        check_model_config({name: value}, "--model_options")
         with refusals_named(f"--model_options {name}={value}"):
             setattr(config, name, value)
     return ModelSource(args.model_cls, model_cls, config)
@@ -126,7 +125,7 @@ def _keep_special_tokens(config: PreTrainedConfig, weights: Path) -> None:
     if not path.is_file():
         return
     verify_model(weights, [path.name])
-    for key, value in read_model_config(path).items():
+    for key, value in read_json(path).items():
         if key.endswith("_token_id") and value is not None and getattr(config, key, value) != value:
             logger.info("%s of the model is %s, that of %s (was %s)", key, value, path, getattr(config, key))
             setattr(config, key, value)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lm_experiments_tools.checkpoint.model_config import read_model_config
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import read_json
 from lm_experiments_tools.names import nearest_names
 
 PRESET_FOLDER = Path(__file__).resolve().parents[2] / "models_configs"
@@ -51,7 +51,7 @@ def _read_with_base(path: Path, seen: tuple[Path, ...]) -> dict:
     path = path.resolve()
     if path in seen:
         raise UserError(f"'base' goes round in a circle: {' -> '.join(p.name for p in (*seen, path))}.")
-    values = read_model_config(path, "an object with the model's settings")
+    values = read_json(path, "an object with the model's settings")
     base = values.pop("base", None)
     if base is None:
         return values

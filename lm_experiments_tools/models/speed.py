@@ -22,14 +22,13 @@ import torch
 from torch import nn
 
 from lm_experiments_tools.backends.launch import cpu_asked, wanted_processes, wanted_sharding
-from lm_experiments_tools.checkpoint.model_config import check_model_config, read_model_config
 from lm_experiments_tools.checkpoint.source import CONFIG, find_base, find_source
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.config.flags import AUTO as NEW_RUN
 from lm_experiments_tools.config.lengths import in_updates
 from lm_experiments_tools.config.phases import phases_of
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import user_cache
+from lm_experiments_tools.files import read_json, user_cache
 from lm_experiments_tools.models.build import SPARSE_KEYS
 from lm_experiments_tools.models.presets import read_model_settings
 from lm_experiments_tools.modules.devices import has_bf16, lacks_triton
@@ -230,11 +229,10 @@ def _config_values(args: ExperimentArgs) -> Mapping[str, Any]:
         if source.path is not None:
             return source.config
     elif named is not None and (here / named / CONFIG).is_file():
-        return read_model_config(here / named / CONFIG)
+        return read_json(here / named / CONFIG)
     from transformers import PreTrainedConfig
 
     values, _ = PreTrainedConfig.get_config_dict(weights or named)
-    check_model_config(values, f"{weights or named}: {CONFIG}")
     return values
 
 

@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from lm_experiments_tools.backends.collective import agreed, on_all, say
-from lm_experiments_tools.checkpoint.tree import disk_errors_named
 from lm_experiments_tools.config.lengths import in_updates
 from lm_experiments_tools.config.phases import phases_of
 from lm_experiments_tools.errors import UserError
@@ -370,10 +369,5 @@ def save_tokenizer(args: ExperimentArgs, backend: Backend, save: Callable[[Path]
     if args.model_path is None or args.validate_only:
         return None
     folder = Path(args.model_path) / "tokenizer"
-
-    def write() -> None:
-        with disk_errors_named(folder):
-            save(folder)
-
-    on_all(backend, write, only_main=True)
+    on_all(backend, lambda: save(folder), only_main=True)
     return folder

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.checkpoint.source import ModelFiles
-from lm_experiments_tools.checkpoint.tree import disk_errors_named
 from lm_experiments_tools.config.finetuning import (
     LABEL_TASKS,
     SENTENCE_TASKS,
@@ -322,8 +321,7 @@ class FineTuner:
         task = self._saved_task()
 
         def write(folder: Path) -> None:
-            with disk_errors_named(folder):
-                self.tokenizer.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
             write_task(folder, task)
 
         save_folder(Path(path), self.backend, self.model, write)

@@ -86,7 +86,11 @@ class BatchStream:
         """
         fingerprint, same_rows = run.data_fingerprint, order is not None and order == self.order
         if not same_rows and fingerprint != self.fingerprint:
-            raise UserError(position_lost(fingerprint, self.fingerprint))
+            raise UserError(
+                "the training data, its vocabulary, sequence lengths, span lengths, order (--bucket_rows, --mix_rows) "
+                "or --seed are not those of the checkpoint, so its position in the data has no meaning; restore them, "
+                "or start a new --model_path by --init_checkpoint without --skip_used_data"
+            )
         if state is None and not self.seeks:
             raise UserError(
                 "the checkpoint was saved by another number of workers, and this data loader has no seek() to find "
@@ -209,28 +213,6 @@ class BatchStream:
         return chain([rest], batches)
 
 
-def position_lost(then: str | None, now: str | None) -> str:
-    """Error message for a resumed run whose training data differs from the data of its checkpoint.
-
-    Args:
-        then, now: data fingerprints of the checkpoint and of this run; None if unknown. The suffix /bucket_rows=N or
-            /mix_rows=N shows that rows were grouped by length.
-    """
-    data, _, order = (then or "").rpartition("/")
-    data_now, _, order_now = (now or "").rpartition("/")
-    if data and data == data_now and "rows=" in order:
-        before, after = order.replace("=", " "), order_now.replace("=", " ")
-        return (
-            f"the checkpoint's data is ordered by --{before} and this run's by --{after}, so its position has no "
-            f"meaning; give --{before} to continue"
-        )
-    return (
-        "the training data, its vocabulary, sequence lengths, span lengths or --seed are not those of the checkpoint, "
-        "so its position in the data has no meaning; restore them, or start a new --model_path by --init_checkpoint "
-        "without --skip_used_data"
-    )
-
-
 def _parts_of(loader: Any) -> list[Any]:
     """The loader, its samplers and datasets."""
     found = [loader]
@@ -261,14 +243,6 @@ def is_split(loader: Any) -> bool:
     samplers = sampler_of(loader), getattr(loader, "batch_sampler", None)
     is_declared = hasattr(loader, "world_size") or any(hasattr(sampler, "num_replicas") for sampler in samplers)
     return is_declared or hasattr(loader, "end_of_dataloader")
-
-
-def num_rows_of(dataset: Any) -> int | None:
-    """Length of a dataset; None if it has no length."""
-    try:
-        return len(dataset)
-    except TypeError:
-        return None
 
 
 def num_rows_in(batch: Any) -> int:

@@ -82,13 +82,6 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             "not the optimizer's: make it after any change of the model",
             foreign, len(optimized), len(trained - optimized), len(trained),
         )  # fmt: skip
-    sparse = (nn.Embedding, nn.EmbeddingBag)
-    for name, module in model.named_modules():
-        if isinstance(module, sparse) and module.sparse and module.weight.requires_grad:
-            raise UserError(
-                f"{name} has sparse gradients, whose norm cannot be computed: make the {type(module).__name__} with "
-                "sparse=False"
-            )
 
 
 def check_training_data(stream: BatchStream | None, optimizer: Optimizer | None, backend: Backend) -> str | None:

@@ -222,7 +222,7 @@ class LoggingInterval:
     def __init__(self) -> None:
         self.sums = MetricSums()
         self.grad_norm_sum, self.steps, self.tokens = 0.0, 0, 0
-        self.seconds = self.data_seconds = self.update_seconds = 0.0
+        self.seconds = self.data_seconds = 0.0
 
     def add(self, sums: MetricSums, info: StepInfo) -> None:
         self.seconds += info.seconds + info.data_seconds
@@ -247,11 +247,6 @@ class LoggingInterval:
             "data_wait_fraction": self.data_seconds / seconds,
             "memory_mib": peak_memory_mib(device),
         }
-
-    def shares(self) -> str:
-        """Describe how the time of the steps divides into computation, optimizer and data."""
-        update, data = (seconds / max(self.seconds, 1e-9) for seconds in (self.update_seconds, self.data_seconds))
-        return f"forward and backward {1 - update - data:.0%}, optimizer {update:.0%}, waiting for data {data:.0%}"
 
     def state_dict(self) -> dict[str, Any]:
         return {**vars(self), "sums": self.sums.state_dict()}

@@ -57,7 +57,8 @@ class MicroBatch:
         batch: all entries of the batch, for metric functions.
         weights: {label entry: number of labels other than -100}; number of rows if the batch lacks the entry.
         num_bytes: UTF-8 bytes of the text of valid `labels`; 0 if not counted.
-        rows, tokens: numbers of rows, and of unpadded input tokens plus target tokens of a decoder.
+        rows, tokens: numbers of rows, and of unpadded input tokens plus target tokens of a decoder. With a mask over
+            queries and keys all input tokens count.
     """
 
     inputs: dict[str, Any]
@@ -162,7 +163,7 @@ def split_batch(
     loaded = {k: v for k, v in tensors.items() if v.dim()}
     labels = {name: batch.get(name) for name in label_names}
     mask, ids = batch.get("attention_mask"), batch.get("input_ids")
-    attended = attended_tokens(mask) if isinstance(mask, Tensor) else None
+    attended = mask != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
     is_split = {k: has_rows(v, num_rows) for k, v in batch.items()}
     batch = {k: to_device(v, device, is_ids=k in _IDS) if k in tensors else v for k, v in batch.items()}
     micro_batches = []
@@ -191,15 +192,10 @@ def _checked(batch: Mapping[str, Any], names: set[str]) -> tuple[dict[str, Tenso
     """Tensors of a batch to pass to forward, and their number of rows. Raises UserError."""
     tensors = {name: value for name, value in batch.items() if name in names and isinstance(value, Tensor)}
     rows = {name: len(value) for name, value in tensors.items() if value.dim()}
-    if not rows and (given := [name for name in batch if name in names]):
-        raise UserError(
-            f"the entries of a batch must be tensors, but {given[0]} is a {type(batch[given[0]]).__name__}: convert "
-            "them in the data loader's collate_fn or in batch_transform_fn"
-        )
     if not rows:
         raise UserError(
-            f"no entry of the batch ({', '.join(batch) or 'it is empty'}) is an argument of the model's forward "
-            f"({', '.join(sorted(names))}); map the names with batch_transform_fn"
+            f"no entry of the batch ({', '.join(batch) or 'it is empty'}) is a tensor and an argument of the model's "
+            f"forward ({', '.join(sorted(names))}): convert and name them in collate_fn or batch_transform_fn"
         )
     num_rows = next(iter(rows.values()))
     if len(set(rows.values())) > 1 or num_rows == 0:
@@ -207,21 +203,7 @@ def _checked(batch: Mapping[str, Any], names: set[str]) -> tuple[dict[str, Tenso
             f"the entries of a batch must have the same, positive number of rows, but they have {rows}; what belongs "
             "to no row goes into forward_kwargs"
         )
-    if nested := [name for name, value in batch.items() if name in names and isinstance(value, Mapping)]:
-        raise UserError(f"the batch entry {nested[0]} is a dict: give the model its tensors as entries of the batch")
     return tensors, num_rows
-
-
-def attended_tokens(mask: Tensor) -> Tensor:
-    """Bool [rows, keys], the tokens that any query may attend to.
-
-    Args:
-        mask: [rows, keys], [rows, queries, keys] or [rows, heads, queries, keys]: 0 and 1, or floats that are added
-            to the scores, of which -10,000 and less mask a token.
-    """
-    is_added = mask.is_floating_point() and bool((mask < 0).any() or (mask.dim() > 2 and not mask.any()))
-    allowed = mask > -1e4 if is_added else mask != 0
-    return allowed.flatten(1, -2).any(1) if mask.dim() > 2 else allowed
 
 
 def to_device(values: Tensor, device: torch.device, is_ids: bool = False) -> Tensor:
@@ -254,7 +236,7 @@ def used_widths(rows: Mapping[str, Tensor], multiple: int, has_decoder: bool) ->
     labels = rows.get("labels")
     mask = rows.get("attention_mask")
     sides = {
-        "attention_mask": attended_tokens(mask) if mask is not None and mask.dim() == 2 else None,
+        "attention_mask": mask != 0 if mask is not None and mask.dim() == 2 else None,
         "labels": None if labels is None else labels != IGNORED_LABEL,
     }
     mask, valid = sides["attention_mask"], sides["labels"]

@@ -1,19 +1,13 @@
 """Start of a run: from random weights, from its own checkpoint, or from the checkpoint of another run.
 
-Every checkpoint records the settings, the model and the source of user classes of its run. A restarted run compares
-these facts with its own.
+Every checkpoint records the settings and the model of its run. A restarted run compares these facts with its own.
 """
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import inspect
 import logging
-import re
-import sys
-import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,9 +33,8 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import to_jsonable
 from lm_experiments_tools.modules.devices import align_model
 from lm_experiments_tools.modules.inspection import saved_state
-from lm_experiments_tools.names import is_of_user
 from lm_experiments_tools.tracking.run_directory import differences, refuse_or_report
-from lm_experiments_tools.training.batches import BatchStream, num_rows_of
+from lm_experiments_tools.training.batches import BatchStream
 from lm_experiments_tools.training.metrics import LoggingInterval
 from lm_experiments_tools.training.phases import Phase, data_start, ramp_start
 from lm_experiments_tools.training.schedules import LearningRate
@@ -52,7 +45,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 # Keys of a Hugging Face configuration that describe files and versions, not computation. The forward pass of a
 # classifier sets problem_type.
 _UNCOMPARED = {"_name_or_path", "_commit_hash", "architectures", "transformers_version", "dtype", "torch_dtype"}
@@ -286,7 +278,7 @@ class Restorer:
 def run_facts(args: TrainerArgs, world_size: int, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     """Collect the facts about a run that a restart compares with those in the checkpoint.
 
-    These are settings, model configuration, optimizer settings and hashes of user classes' source.
+    These are settings, model configuration and optimizer settings.
 
     Args:
         world_size: number of workers, or of virtual ranks with `--reproducible elastic`.
@@ -304,7 +296,6 @@ def run_facts(args: TrainerArgs, world_size: int, model: nn.Module, optimizer: O
         groups = optimizer.param_groups
         names = sorted(name for name in groups[0] if name != "params" and name not in _KERNELS)
         facts |= {f"optimizer.{name}": [_plain(group.get(name)) for group in groups] for name in names}
-    facts |= _sources([*map(type, model.modules()), type(optimizer), *_named(facts.values())])
     return to_jsonable(facts)
 
 
@@ -312,8 +303,8 @@ def data_identity(loader: Any) -> str | None:
     """The loader's fingerprint; for loaders without one the number of rows, if it is known."""
     if (fingerprint := getattr(loader, "fingerprint", None)) is not None:
         return fingerprint
-    num_rows = num_rows_of(getattr(loader, "dataset", None))
-    return None if num_rows is None else f"{num_rows} rows"
+    dataset = getattr(loader, "dataset", None)
+    return f"{len(dataset)} rows" if hasattr(dataset, "__len__") else None
 
 
 def _model_facts(model: nn.Module) -> dict[str, Any]:
@@ -321,7 +312,7 @@ def _model_facts(model: nn.Module) -> dict[str, Any]:
     base = getattr(model, "base_fingerprint", None)
     facts = {} if base is None else {"weights of the base model": base}
     if not hasattr(getattr(model, "config", None), "to_dict"):
-        return {**facts, "modules of the model": _digest(repr(model))}
+        return {**facts, "modules of the model": hashlib.sha256(repr(model).encode()).hexdigest()[:12]}
     config = model.config.to_dict()
     return {**facts, **{f"model_config.{key}": value for key, value in config.items() if key not in _UNCOMPARED}}
 
@@ -330,31 +321,3 @@ def _plain(value: Any) -> Any:
     """A setting of an optimizer as JSON; numbers may be tensors, and what has no JSON form is left out."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return value if isinstance(value, (bool, int, float, str, tuple, list)) else None
-
-
-def _named(values: Iterable[Any]) -> list[Any]:
-    """Imported objects that settings name as module:Name."""
-    names = [value.split(":") for value in values if isinstance(value, str) and _NAME.fullmatch(value)]
-    return [getattr(sys.modules[module], name, None) for module, name in names if module in sys.modules]
-
-
-def _sources(objects: Iterable[Any]) -> Mapping[str, str]:
-    """Hashes of the source of the user's classes and functions, base classes included.
-
-    Comments and layout do not count. Installed packages are compared by version (env.json).
-    """
-    found = {}
-    for cls in dict.fromkeys(base for item in objects for base in getattr(item, "__mro__", (item,))):
-        if not is_of_user(cls):
-            continue
-        try:
-            text = ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(cls))))
-        # A class that was defined interactively, or in C, has no source.
-        except (OSError, TypeError, SyntaxError):
-            continue
-        found[f"source of {cls.__module__}:{cls.__qualname__}"] = _digest(text)
-    return found
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]

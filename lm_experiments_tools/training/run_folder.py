@@ -7,19 +7,18 @@ if rank 0 stays on the same machine. Backends that shard need a shared folder: e
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import platform
 import secrets
 import time
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm_experiments_tools.backends.collective import agreed, on_all, on_main
 from lm_experiments_tools.checkpoint.manifest import parse_step
 from lm_experiments_tools.checkpoint.saving import Saver
+from lm_experiments_tools.checkpoint.writer import CheckpointWriter
 from lm_experiments_tools.config.flags import AUTO, RUNS
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tracking.run_directory import RunDirectory, claim_run
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.training import ExperimentArgs, TrainerArgs
     from lm_experiments_tools.training.phases import Phase
-
-logger = logging.getLogger(__name__)
 
 
 def with_run_directory(args: ExperimentArgs, backend: Backend, script: str) -> ExperimentArgs:
@@ -94,36 +91,39 @@ def claim_for_all(args: TrainerArgs, backend: Backend, *, once_more: bool = Fals
             mark.unlink(missing_ok=True)
     main, _, newest = reports[0]
     apart = {host: step for host, sees, step in reports if not sees}
-    if not apart:
-        return run
-    hosts = ", ".join(apart)
-    if backend.state.is_sharded and not args.validate_only:
+    if apart and backend.state.is_sharded and not args.validate_only:
         raise agreed(
             UserError(
-                f"{folder} on {main} is not the folder of that name on {hosts}: FSDP and ZeRO write a part of each "
-                "checkpoint on each machine, so give a --model_path in a folder that all machines share"
+                f"{folder} on {main} is not the folder of that name on {', '.join(apart)}: FSDP and ZeRO write a part "
+                "of each checkpoint on each machine, so give a --model_path in a folder that all machines share"
             )
         )
-    host, step = max(apart.items(), key=lambda item: item[1])
+    host, step = max(apart.items(), key=lambda item: item[1], default=(main, newest))
     if args.resume == "auto" and step > newest:
-        there = f"its newest there is step {newest}" if newest >= 0 else "there is no checkpoint there"
         raise agreed(
             UserError(
-                f"{folder} on {host} has the checkpoint of step {step}, but rank 0 is on {main} now, and {there}: the "
-                f"folder is not shared, so start with {host} as the first machine, or copy its folder to {main}"
+                f"{folder} on {host} has the checkpoint of step {step}, and that on {main}, where rank 0 is now, "
+                f"{f'ends at step {newest}' if newest >= 0 else 'has none'}: the folder is not shared, so start with "
+                f"{host} as the first machine, or copy its folder to {main}"
             )
         )
-    if backend.is_main:
-        _warn_once(folder, main, hosts)
     return run
 
 
 def open_saver(args: TrainerArgs, backend: Backend, tokenizer_dir: Path | None, phase: Phase | None) -> Saver:
-    """Claim the run directory, and create the saver of its checkpoints; collective."""
+    """Claim the run directory, and create the saver of its checkpoints; collective. Without one it saves nothing."""
+    if not args.model_path:
+        return Saver(backend, None)
     run = args if phase is None else phase.run
-    if args.model_path:
-        claim_for_all(run, backend, once_more=True)
-    return Saver.of_run(args, backend, tokenizer_dir, run.resume_path())
+    claim_for_all(run, backend, once_more=True)
+    folder = Path(args.model_path)
+    return Saver(
+        backend,
+        CheckpointWriter(folder / "checkpoints", args.keep_checkpoints, links_in=folder),
+        in_background=args.save_in_background,
+        tokenizer_dir=tokenizer_dir,
+        resume=run.resume_path(),
+    )
 
 
 def newest_step(folder: Path) -> int:
@@ -131,15 +131,3 @@ def newest_step(folder: Path) -> int:
     root = folder / "checkpoints"
     steps = [parse_step(entry.name) for entry in root.iterdir()] if root.is_dir() else []
     return max((step for step in steps if step is not None), default=-1)
-
-
-# A script claims its folder before its trainer does, and one warning is enough.
-@cache
-def _warn_once(folder: Path, main: str, hosts: str) -> None:
-    logger.warning(
-        "%s is not one folder for all machines: checkpoints, metrics and settings are on %s alone, where rank 0 has "
-        "to be in a restart too; %s: log files of the workers there",
-        folder,
-        main,
-        hosts,
-    )

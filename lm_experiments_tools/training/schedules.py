@@ -9,7 +9,6 @@ nanoT5's. `module:function` names a user's function f(step, num_warmup_steps, nu
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_experiments_tools.config.options import checked_options, read_options
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.names import resolve_name
+from lm_experiments_tools.names import nearest_names, resolve_name
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -98,9 +97,10 @@ def _find(name: str) -> Callable[[int, int | None, float | None, dict[str, Any]]
             function, num_warmup_steps=warmup, num_training_steps=length, **options
         )
     if name not in (known := [*_BUILDERS, *_of_transformers()]):
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(f"--lr_scheduler {name} is unknown: {hint}Known: {', '.join(known)}; or module:function.")
+        raise UserError(
+            f"--lr_scheduler {name} is unknown{nearest_names(name, known)}. Known: {', '.join(known)}; or "
+            "module:function."
+        )
     return partial(_build, name)
 
 
@@ -134,10 +134,6 @@ def _check_numbers(name: str, warmup: int | None, total: int | None, floor: floa
         raise UserError(f"--lr_scheduler {name} needs --num_warmup_steps, which is not set.")
     if total is None and name not in _ENDLESS:
         raise UserError(f"--lr_scheduler {name} needs --num_training_steps, which is not set.")
-    if warmup is not None and warmup < 0:
-        raise UserError(f"--num_warmup_steps is {warmup}: a number of updates cannot be negative.")
-    if total is not None and total < 1:
-        raise UserError(f"--num_training_steps is {total}: a schedule needs at least one update.")
     if warmup is not None and name not in _ENDLESS and warmup > total:
         raise UserError(
             f"--num_warmup_steps {warmup} is more than the {total} updates of the schedule (--num_training_steps, or "
@@ -145,12 +141,8 @@ def _check_numbers(name: str, warmup: int | None, total: int | None, floor: floa
         )
     if warmup and name in _WITHOUT_WARMUP:
         raise UserError(f"--num_warmup_steps {warmup} has no effect with --lr_scheduler {name}: drop one of them.")
-    if not 0.0 <= floor <= 1.0:
-        raise UserError(f"--lr_min_ratio is {floor}: it is a fraction of --lr, from 0 to 1.")
     if floor and name not in _FLOORS:
-        raise UserError(
-            f"--lr_scheduler {name} has no floor (--lr_min_ratio): those that have are {', '.join(_FLOORS)}."
-        )
+        raise UserError(f"--lr_scheduler {name} has no floor (--lr_min_ratio); {', '.join(_FLOORS)} have one.")
     if name in _ABSOLUTE and not (base_lr or 0) > 0:
         raise UserError(f"--lr_scheduler {name} needs a positive --lr, not {base_lr}.")
 
@@ -161,10 +153,6 @@ def t5_inverse_sqrt(num_warmup_steps: int = 10_000) -> Schedule:
     The multiplier is the paper's absolute rate, so `--lr 1.0` gives the paper's 0.01 for the first 10,000 updates;
     another lr scales it. The rate is flat, not rising, during the warm-up.
     """
-    if num_warmup_steps < 1:
-        raise UserError(
-            f"--lr_scheduler t5_inverse_sqrt starts at 1 / sqrt(--num_warmup_steps), which is {num_warmup_steps}."
-        )
     return lambda step: 1.0 / math.sqrt(max(step, num_warmup_steps))
 
 
@@ -178,14 +166,11 @@ def legacy(num_training_steps: int, base_lr: float) -> Schedule:
     """
     turn = math.ceil(num_training_steps * 0.9)
 
-    def rate(step: int) -> float:
-        return min(1e-2, 1.0 / math.sqrt(step)) if step else 1e-2
-
     def multiplier(step: int) -> float:
-        if step < turn:
-            return rate(step) / base_lr
-        remaining = num_training_steps - step
-        return max(0.0, remaining / max(1, num_training_steps - turn)) * rate(turn) / base_lr
+        rate = min(1e-2, 1.0 / math.sqrt(max(min(step, turn), 1)))
+        if step >= turn:
+            rate = max(0.0, (num_training_steps - step) / max(1, num_training_steps - turn)) * rate
+        return rate / base_lr
 
     return multiplier
 
@@ -247,11 +232,7 @@ class PlateauDrop:
         return self._optimizer.param_groups[0]["lr"] / self._base_lr
 
     def update(self, metric: float) -> None:
-        """Lower the learning rate if a validation metric has stopped improving.
-
-        Args:
-            metric: the new validation result.
-        """
+        """Lower the learning rate if `metric`, the new validation result, shows no more improvement."""
         self._scheduler.step(float(metric))
 
     def state_dict(self) -> dict:
@@ -316,25 +297,16 @@ class LearningRate:
             state: trainer state of the checkpoint.
 
         Returns:
-            Log message about the two lengths; None if both give the same rates, or no step is left.
+            Log message about the two lengths; None if they are equal, the schedule has no end, or no step is left.
         """
         args, then, now = self._args, state.schedule_steps, self.length
-        if self.schedule is None or then in (None, now) or state.step >= args.iters:
+        is_endless = args.lr_scheduler in _ENDLESS and args.warmup_ratio is None
+        if self.schedule is None or is_endless or then in (None, now) or state.step >= args.iters:
             return None
-        steps = state.step - state.schedule_start, args.iters - 1 - state.schedule_start
-        curves = {then: self._schedule(then), now: self.schedule}
-        if all(curves[then](step) == curves[now](step) for step in steps):
-            # The two schedules have the same rates, because they have no end.
-            return None
-        self.length = then if args.num_training_steps is None else now
-        self.schedule, end = curves[self.length], self.length
-        rates = {length: [self.base[0] * curves[length](step) for step in steps] for length in curves}
-        shown = {length: f"{first:.3g} now and {last:.3g} at the end" for length, (first, last) in rates.items()}
-        other = then if end == now else now
-        return (
-            f"the learning-rate schedule is {end} updates long ({shown[end]}); of {other} updates "
-            f"(--num_training_steps {other}) it would be {shown[other]}"
-        )
+        if args.num_training_steps is None:
+            self.length, self.schedule = then, self._schedule(then)
+            return f"the learning-rate schedule stays {then} updates long: stretch it by --num_training_steps {now}"
+        return f"the learning-rate schedule is {now} updates long, and no longer {then}"
 
     def check_end(self, state: TrainState) -> str | None:
         """Check that the schedule does not end at 0 before the run ends.
@@ -363,11 +335,7 @@ class LearningRate:
         )
 
     def resume(self, plateau: dict) -> None:
-        """Restore the drops of the learning rate from a checkpoint, if both runs use `--use_lr_drop`.
-
-        Args:
-            plateau: a result of `PlateauDrop.state_dict`; empty without drops.
-        """
+        """Restore the drops, a `PlateauDrop.state_dict`, if both this run and the saved one use `--use_lr_drop`."""
         if self.plateau is not None and plateau:
             self.plateau.load_state_dict(plateau)
 

@@ -247,12 +247,9 @@ class TrainingLoop:
             The result; None if the step is still in flight, or was not run because a signal stops the run.
         """
         started, args, backend, step = time.perf_counter(), self.args, self.backend, self.step
-        trained = [parameter.requires_grad for parameter in self._parameters]
-        # A callback has frozen or unfrozen parameters.
-        if trained != self._trained:
-            self._finalize_step()
-            backend.follow_frozen()
-            self._trained = trained
+        # Reductions and shards are those of the parameters that were trained at the start.
+        if [parameter.requires_grad for parameter in self._parameters] != self._trained:
+            raise UserError("parameters were frozen or unfrozen during training: use --phases, or train again")
         micro_batches = step.split(batch, args.batch_size)
         # The workers' clocks differ, so rank 0 decides for all whether the last checkpoint is too old.
         is_old = self._saves_by_time and time.monotonic() - self._last_save >= SAVE_SECONDS
@@ -279,10 +276,8 @@ class TrainingLoop:
         is_last = self.state.step + 1 >= args.iters or bool(self.signals.agreed)
         wait = is_last or bool(self._due(self.state.step + 1))
         # Without a wait, the result of this update is read after the next step's passes have been launched.
-        before_update = time.perf_counter()
         pending = backend.clip_and_step(args.clip_grad_norm, args.clip_grad_value, scale=scale, wait=wait)
-        now = time.perf_counter()
-        seconds, self.interval.update_seconds = now - started, self.interval.update_seconds + now - before_update
+        seconds = time.perf_counter() - started
         self._in_flight = InFlightStep(pending, non_finite, counts, metrics, seconds, data_seconds)
         return self._finalize_step() if pending.is_done else None
 
@@ -361,18 +356,13 @@ class TrainingLoop:
         # A signal has stopped the validation, and the restarted run makes up for it.
         if values is None:
             return
-        if metric not in values:
+        if not isinstance(value := storable(values).get(metric), float | int):
             # A mistyped name must not cost the updates made so far.
             self.save()
             raise UserError(
-                f"--optimize_metric {metric} is not produced by validation, which gives {', '.join(sorted(values))}; "
+                f"--optimize_metric {metric} is no number of validation, which gives {', '.join(sorted(values))}; "
                 "choose one of these (metrics of generated text need --use_generate_on_valid)"
             )
-        try:
-            value = float(values[metric])
-        except (TypeError, ValueError) as error:
-            self.save()
-            raise UserError(f"--optimize_metric {metric} is not a number: {values[metric]!s:.40}") from error
         state.last_validated_step = state.step
         sign = -1 if args.optimize_mode == "max" else 1
         improved = not math.isnan(value) and (state.best_metric is None or sign * value < sign * state.best_metric)
@@ -410,9 +400,6 @@ class TrainingLoop:
         backend, (interval, self.interval) = self.backend, (self.interval, LoggingInterval())
         values = self.step.loss.with_total({**interval.sums.reduce(backend), **self.outputs.reduce(backend)})
         self.state.metrics["train"] = storable(values)
-        # On a GPU an update is asynchronous, so its time would say nothing.
-        if backend.device.type == "cpu" and interval.steps == self.state.step:
-            self.say(f"time of the first {interval.steps} steps: {interval.shares()}")
         groups = backend.optimizer.param_groups
         rates = [{k: float(group[k]) for k in ("lr", "scaled_lr") if group.get(k) is not None} for group in groups]
         self.log(

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tracking.progress import make_bar
-from lm_experiments_tools.training.batches import is_split, num_rows_of, sampler_of
+from lm_experiments_tools.training.batches import is_split, sampler_of
 from lm_experiments_tools.training.generators import preserved_random_state, seed_all
 from lm_experiments_tools.training.metrics import Collector, MetricSums
 from lm_experiments_tools.training.micro_batches import MicroBatch
@@ -138,44 +138,21 @@ def _none(rows: int) -> int:
 def _of_accelerate(dataloader: Any, rank: int) -> Iterator[tuple[Any, NumCounted]]:
     """The last batches of all workers, joined by rank, have `remainder` rows of the data, as `gather_for_metrics`
     assumes."""
-    fills_up = getattr(dataloader.batch_sampler, "even_batches", True)
-    is_stream = isinstance(dataloader.dataset, IterableDataset) and hasattr(dataloader.dataset, "process_index")
-    remainder_of = _remainder_of_stream if is_stream else lambda dataloader: dataloader.remainder
+    # Of a stream, whose length Accelerate does not know, repeated rows of the last batches count too.
+    is_stream = isinstance(dataloader.dataset, IterableDataset)
+    fills_up = not is_stream and getattr(dataloader.batch_sampler, "even_batches", True)
     for batch in dataloader:
-        remainder = remainder_of(dataloader) if dataloader.end_of_dataloader and fills_up else 0
+        remainder = dataloader.remainder if dataloader.end_of_dataloader and fills_up else 0
         if remainder > 0:
             yield batch, lambda rows, remainder=remainder: min(max(remainder - rank * rows, 0), rows)
         else:
             yield batch, _all
 
 
-def _remainder_of_stream(dataloader: Any) -> int:
-    """Rows of an `IterableDataset` in the last batches, which Accelerate fills up (`IterableDatasetShard`)."""
-    shard = dataloader.dataset
-    if shard.drop_last:
-        return 0
-    num_rows = num_rows_of(shard.dataset)
-    if num_rows is None:
-        logger.warning(
-            "the last evaluated batches may repeat rows, as the %s has no length: give it a __len__, or read it by "
-            "DataLoaderConfiguration(dispatch_batches=True)",
-            type(shard.dataset).__name__,
-        )
-        return 0
-    return num_rows % (shard.batch_size * (1 if shard.split_batches else shard.num_processes))
-
-
-def _of_sampler(dataloader: Any, sampler: DistributedSampler) -> Iterator[tuple[Any, NumCounted]]:
+def _of_sampler(dataloader: DataLoader, sampler: DistributedSampler) -> Iterator[tuple[Any, NumCounted]]:
     """Worker r of n reads samples r, r + n, ...; beyond the end of the dataset they start again."""
-    total, batches = len(sampler), dataloader.batch_sampler
+    total, size = len(sampler), getattr(dataloader.batch_sampler, "batch_size", 1)
     real = min(total, len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas)))
-    size = 1 if batches is None else batches.batch_size if type(batches) is BatchSampler else None
-    standard = (dataloader, DataLoader), (sampler, DistributedSampler)
-    if not size or any(type(thing).__iter__ is not cls.__iter__ for thing, cls in standard):
-        if real < total:
-            name = type(sampler).__name__
-            logger.warning("%d evaluated samples may be read by another worker too (%s)", total - real, name)
-        size, real = total, total
     for number, batch in enumerate(dataloader):
         samples = min(size, total - number * size)
         left = min(max(real - number * size, 0), samples)

@@ -29,8 +29,7 @@ PHASES = [
     {"iters": 3, "input_seq_len": 24, "lr": 1e-3, "optimizer_options": ["betas=0.8,0.9"]},
 ]  # as many steps
 CLOCK = {
-    "seconds", "data_seconds", "update_seconds", "time", "seconds_per_step", "tokens_per_second", "mfu",
-    "data_wait_fraction",
+    "seconds", "data_seconds", "time", "seconds_per_step", "tokens_per_second", "mfu", "data_wait_fraction",
 }  # fmt: skip
 FOLDER = {"data_path"}  # each run has its own copy
 PLACE = {"step", "split", "samples", "tokens", "metrics"}

@@ -125,7 +125,7 @@ def test_a_run_goes_on_without_a_folder_in_common(sharding, machines, flags, run
     machines[1].takes_alone(run_dir)
     flags |= {"iters": 20, "save_interval": None}
     codes, output = start()
-    assert set(codes) == {0} and "is not one folder for all machines: checkpoints" in output
+    assert set(codes) == {0}, output[-4000:]
     flags["iters"] = 30
     codes, output = start()
     assert set(codes) == {0} and "step 20, 160 samples consumed" in output, output[-4000:]
@@ -143,7 +143,7 @@ def test_a_first_machine_without_the_run_is_refused(machines, flags, run_dir):
     turned = [m.start(*start, "--node_rank", n, *command, **CPU) for n, m in enumerate(reversed(machines))]
     codes, output = finished(turned)
     assert 0 not in codes
-    assert f"{run_dir} on lmta has the checkpoint of step 20, but rank 0 is on lmtb now" in output
+    assert f"{run_dir} on lmta has the checkpoint of step 20, and that on lmtb, where rank 0 is now" in output
 
 
 def test_files_that_one_machine_lacks_are_named_with_it(machines, flags, data, run_dir):

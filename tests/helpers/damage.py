@@ -104,10 +104,6 @@ def take_another_step(path: Path) -> None:
     shutil.copytree(path.parent / "step_000002", path)
 
 
-def misname(path: Path) -> None:
-    path.rename(path.with_name(f"step_{int(path.name.removeprefix('step_'))}"))
-
-
 def add_file(path: Path) -> None:
     (path / "rng" / "extra.bin").write_bytes(b"x")
 
@@ -130,12 +126,6 @@ def link_nested_directory(path: Path) -> None:
 def become_file(path: Path) -> None:
     shutil.rmtree(path)
     path.write_text("not a directory")
-
-
-def become_link(path: Path) -> None:
-    moved = path.with_name(f"moved_{path.name}")
-    shutil.move(path, moved)
-    path.symlink_to(moved)
 
 
 def no_pickle_instead(path: Path) -> None:
@@ -176,7 +166,6 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
     "manifest missing": (remove("manifest.json"), "manifest.json is missing|lost its manifest.json"),
     "manifest of another format": (edit_manifest(format="other"), "not a manifest of this project"),
     "manifest a list": (lambda p: (p / "manifest.json").write_text("[]"), "not a manifest of this project"),
-    "manifest without files": (edit_manifest(files=[]), "lists no files"),
     "manifest of another step": (take_from_another("manifest.json"), "manifest.json is of step 2"),
     "weights missing": (remove("model.safetensors"), "model.safetensors is missing|has no weights"),
     "config.json missing": (remove("config.json"), "config.json is missing"),
@@ -196,7 +185,6 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
     "optimizer of another step": (take_from_another("optimizer.safetensors"), "optimizer.safetensors does not match"),
     "another step's directory": (take_another_step, "manifest.json is of step 2, the directory is not"),
     "wrong step in manifest": (edit_manifest(step=1), "manifest.json is of step 1"),
-    "misnamed": (misname, "its name is not step_NNNNNN|no such|does not exist"),
     "older format": (edit_manifest(format_version=0), "format version 0; this release reads"),
     "future version": (edit_manifest(format_version=2), "format version 2; this release reads"),
     "version a string": (edit_manifest(format_version="1"), "format version 1;"),
@@ -207,17 +195,14 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
     "unreadable weights": (unreadable("model.safetensors"), r"model.safetensors cannot be read \(Permission denied\)"),
     "unreadable manifest": (unreadable("manifest.json"), r"manifest.json cannot be read \(Permission denied\)"),
     "file a link to outside": (replace_by_link("model.safetensors"), "model.safetensors is not a regular file"),
-    "manifest a link": (replace_by_link("manifest.json"), "manifest.json is not a regular file"),
     "directory a link to outside": (link_nested_directory, "rng is not in the manifest|rng/rank0.json is missing"),
     "directory for a file": (directory_for_file, f"{DATA} is missing|has no {DATA}"),
     "file a pipe": (replace_by_pipe("model.safetensors"), "model.safetensors is not a regular file|has no weights"),
-    "manifest a pipe": (replace_by_pipe("manifest.json"), "manifest.json is not a regular file"),
     "checkpoint a file": (become_file, "it is not a directory|no such|cannot be read|weights alone"),
-    "checkpoint a link": (become_link, "it is a symbolic link"),
     **{kind: (with_file(name), "is missing") for kind, name in STRANGE_NAMES.items()},
 }
 # flag -> kinds that are harmless to it: it reads no state of training, or no description of the model
-_BESIDE = {"extra file", "extra pickle", "extra link", "checkpoint a link"}
+_BESIDE = {"extra file", "extra pickle", "extra link"}
 UNREAD = {
     "--from_pretrained": _BESIDE
     | {"truncated to 0", "truncated to 50 %", "bit flip at the start", "bit flip at the end", "directory for a file"}

@@ -21,12 +21,10 @@ import numpy as np
 import pytest
 import torch
 import transformers as tr
-from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import save_file
 
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.checkpoint.legacy import read_old_training_state
-from lm_experiments_tools.checkpoint.model_config import check_model_config
 from lm_experiments_tools.checkpoint.weights import load_weights
 from lm_experiments_tools.config.bert import BertPretrainingArgs
 from lm_experiments_tools.config.cli import parse
@@ -35,13 +33,13 @@ from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.data.text.records import RejectedRecords, rows
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.models import build
-from lm_experiments_tools.models.build import build_model, load_model_config
+from lm_experiments_tools.models.build import build_model
 from lm_experiments_tools.models.from_args import model_source
 from lm_experiments_tools.models.saved import open_saved
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.recipes import common
 from tests.helpers.checkpoint_toys import random_t5
-from tests.helpers.fuzz import any_value, dumped, edited, edited_object, watching
+from tests.helpers.fuzz import any_value, dumped, edited, watching
 
 ROWS = [
     {"text": "one two", "label": "a"},
@@ -99,48 +97,6 @@ def where_raised(error: Exception) -> str:
 def only(outcomes: Counter, *expected: str) -> None:
     unexpected = [f"{count} {what}" for what, count in outcomes.items() if what not in expected]
     assert not unexpected, "\n".join(unexpected)
-
-
-@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=FULL)])
-def test_an_edited_model_configuration_is_refused_in_a_sentence_or_builds(tmp_path, count):
-    rng, outcomes, path = random.Random("configurations"), Counter(), tmp_path / "model.json"
-    for number in range(count):
-        values, cls = rng.choice(
-            [(T5, "transformers:T5ForConditionalGeneration"), (BERT, "transformers:BertForMaskedLM")]
-            + [(T5, "modeling_t5:T5ForConditionalGeneration"), (BERT, "modeling_bert:BertForPreTraining")]
-        )
-        text = dumped(edited_object(rng, values)).encode()
-        path.write_bytes(edited(rng, text, 2) if number % 5 == 0 else text)
-        found = get_cls_by_name(cls)
-        try:
-            config = load_model_config(path, found.config_class)
-            outcomes["read"] += 1
-            if max(getattr(config, "num_layers", 0) or 0, getattr(config, "num_decoder_layers", 0) or 0) < 100:
-                with torch.device("meta"):
-                    build_model(found, config, seed=0)
-                outcomes["built"] += 1
-        except UserError as error:
-            sentence(error)
-            outcomes["refused"] += 1
-        except Exception as error:  # anything else, which is what this looks for
-            outcomes[f"{where_raised(error)}: {path.read_text(errors='replace')} {cls}"] += 1
-    print(outcomes)
-    only(outcomes, "refused", "read", "built")
-    assert outcomes["refused"] > 50 and outcomes["built"] > 9, outcomes
-
-
-def test_configurations_of_transformers_pass_the_check():
-    """The defaults of all its classes, which are published models."""
-    refused = []
-    for config_cls in tr.CONFIG_MAPPING.values():
-        # Some need arguments or a package.
-        with contextlib.suppress(AttributeError, ImportError, TypeError, ValueError, StrictDataclassError):
-            values = json.loads(config_cls().to_json_string(use_diff=False))
-            try:
-                check_model_config(values, config_cls.__name__)
-            except UserError as error:
-                refused.append(str(error))
-    assert refused == []
 
 
 def test_a_model_beyond_the_memory_is_refused_with_both_numbers(monkeypatch):
@@ -252,13 +208,12 @@ def test_a_pickle_that_calls_something_is_refused_and_calls_nothing(tmp_path, wr
     assert not canary.exists() and (tmp_path / "kept").exists() and ran == []
 
 
-OUTSIDE = ["../secret", "/etc/passwd", "a/../../secret", "..\\secret", "C:secret", "a\0b", "./secret", "", ".", ".."]
-OUTSIDE += ["a//../../secret", "../../../../../../etc/passwd"]
+OUTSIDE = ["../secret", "/etc/passwd", "a/../../secret", "..", "a//../../secret", "../../../../../../etc/passwd"]
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_name_that_leads_out_of_a_folder_is_not_followed(tmp_path, name):
-    """12 names as a shard of weights, and of a member of torch's archive."""
+    """6 names as a shard of weights, and of a member of torch's archive."""
     model, folder = random_t5(), tmp_path / "model"
     folder.mkdir()
     save_file({"shared.weight": model.shared.weight.detach().clone()}, tmp_path / "secret")

@@ -73,7 +73,6 @@ def test_labels_of_a_trained_head_keep_their_order(bases, adapters, tmp_path, ca
     ("id2label", "names", "sentence"),
     [
         ({"0": 3, "1": 4.5}, ("3", "4.5"), None),
-        ({"0": None, "1": "x"}, (), "id2label names no label"),
         (["a", "b"], (), 'id2label names no label by its number .*: write it as {"0": "no", "1": "yes"}'),
         ({"x": "a"}, (), "id2label names no label by its number"),
     ],

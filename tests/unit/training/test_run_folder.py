@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from lm_experiments_tools.backends.backend import LocalBackend
@@ -27,30 +25,17 @@ class OfTwo(LocalBackend):
 
 @pytest.fixture
 def args(tmp_path):
-    run_folder._warn_once.cache_clear()
     (tmp_path / "checkpoints" / "step_000007").mkdir(parents=True)
     return TrainerArgs(model_path=str(tmp_path))
 
 
-def test_a_shared_folder_is_not_spoken_of(args, tmp_path, caplog):
+def test_a_shared_folder_is_left_as_it_is(args, tmp_path):
     run_folder.claim_for_all(args, OfTwo(sees=True, step=7))
-    assert not caplog.records
-    assert not list(tmp_path.glob(".seen-*"))
-
-
-def test_a_folder_of_each_machine_is_told_once(args, tmp_path, caplog):
-    caplog.set_level(logging.WARNING)
-    for _ in range(2):  # a script, then its loop
-        run_folder.claim_for_all(args, OfTwo(), once_more=True)
-    (record,) = caplog.records
-    assert "is not one folder for all machines" in record.message and "lmtb: log files" in record.message
     assert not list(tmp_path.glob(".seen-*"))
 
 
 def test_a_newer_checkpoint_on_another_machine_is_refused(args):
-    with pytest.raises(
-        UserError, match=r"on lmtb has the checkpoint of step 8, but rank 0 .* its newest there is step 7"
-    ):
+    with pytest.raises(UserError, match=r"on lmtb has the checkpoint of step 8, and .* rank 0 is now, ends at step 7"):
         run_folder.claim_for_all(args, OfTwo(step=8))
     run_folder.claim_for_all(args, OfTwo(step=7))  # an earlier start's
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from lm_experiments_tools.training.batches import position_lost
 from lm_experiments_tools.training.micro_batches import split_batch, used_widths
 from tests.helpers.toys import VOCABULARY_SIZE, tiny_t5
 
@@ -74,12 +73,3 @@ def test_labels_of_rows_are_no_columns(labels):
     mask[:, 9:] = 0
     widths = used_widths({"attention_mask": mask, "input_ids": mask, "labels": labels}, 8, has_decoder=False)
     assert widths == {"attention_mask": 16, "input_ids": 16}
-
-
-def test_a_lost_position_says_what_to_give():
-    assert "by --bucket_rows 8 and this run's by --bucket_rows 4" in position_lost(
-        "a/bucket_rows=8", "a/bucket_rows=4"
-    )
-    assert "give --mix_rows 8" in position_lost("abc/mix_rows=8", "abc/mix_rows=4")
-    for then, now in (("abc/bucket_rows=8", "abd/bucket_rows=4"), ("abc", "abd"), (None, "abc"), ("abc", None)):
-        assert "--seed" in position_lost(then, now) and "_rows" not in position_lost(then, now)
