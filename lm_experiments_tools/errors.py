@@ -10,7 +10,14 @@ _REMEDIES = {
 }
 
 
-class UserError(ValueError):
+class _OneLine(Exception):
+    """Base class of errors that a notebook shows as their message, by IPython's protocol."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+
+class UserError(_OneLine, ValueError):
     """An error that the user can fix: a flag, a file, a configuration.
 
     The message says what was found, where, and what to do. Entry points print it without a traceback and exit with
@@ -18,7 +25,7 @@ class UserError(ValueError):
     """
 
 
-class RunError(RuntimeError):
+class RunError(_OneLine, RuntimeError):
     """A run cannot continue although its input is valid, for example because of a full disk or diverged loss.
 
     Entry points print the message and exit with code 1. Earlier checkpoints are intact.

@@ -57,7 +57,7 @@ from lm_experiments_tools.recipes.finetuning import (
     write_task,
 )
 from lm_experiments_tools.recipes.finetuning_data import example_rows, finetuning_data, text_encoder
-from lm_experiments_tools.recipes.keywords import as_flag, changed_args, fast, save_folder
+from lm_experiments_tools.recipes.keywords import as_flag, changed_args, fast, save_folder, stop_button
 from lm_experiments_tools.tracking.notebook import Results
 from lm_experiments_tools.training.micro_batches import MicroBatch
 from lm_experiments_tools.training.run_folder import with_run_directory
@@ -222,9 +222,10 @@ class FineTuner:
         if self.args.resume_path() is not None:
             self.args = replace(self.args, resume="auto")  # it has been read, and must not undo what follows
         show_run(args, {}, run, self.backend, self.model, data)
-        loop.train()
+        with stop_button(lambda: loop):
+            loop.train()
+            evaluate_last(loop, data)
         self._epochs += ceil(loop.state.consumed_samples / per_epoch)
-        evaluate_last(loop, data)
         loop.save_metrics(args.model_path)
         self.backend.release()
         return Results(loop.state.metrics)

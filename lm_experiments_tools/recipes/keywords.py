@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import logging
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,14 +15,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lm_experiments_tools.backends.collective import on_main
 from lm_experiments_tools.checkpoint import weights as checkpoint
 from lm_experiments_tools.config.suggestions import suggestion
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.models.speed import fast_process
 
 if TYPE_CHECKING:
     from torch import nn
 
     from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.training.trainer import TrainingLoop
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Args = TypeVar("Args")
 
@@ -32,6 +38,27 @@ def fast(method: Callable[..., T]) -> Callable[..., T]:
             return method(self, *args, **options)
 
     return run
+
+
+@contextmanager
+def stop_button(trained: Callable[[], TrainingLoop]) -> Iterator[None]:
+    """Context in which Ctrl-C ends training, not the program: in a notebook and at Python's prompt.
+
+    Raises:
+        RunError: no update has been made.
+    """
+    try:
+        yield
+    except SystemExit as stop:
+        # A script that is stopped must exit with the code that batch systems expect.
+        if stop.code != 128 + signal.SIGINT or not hasattr(sys, "ps1"):
+            raise
+        loop = trained()
+        if not loop.state.step:
+            raise RunError("training was stopped before its first update") from None
+        # Else the next validation of this loop would stop too.
+        loop.signals.agreed = 0
+        logger.warning("training was stopped after update %d: the object has its weights", loop.state.step)
 
 
 def as_flag(name: str, value: Any, default: Any) -> Any:

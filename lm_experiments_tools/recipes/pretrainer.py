@@ -27,7 +27,7 @@ from lm_experiments_tools.modules.inspection import evaluated
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.recipes.bert import BertPretraining
 from lm_experiments_tools.recipes.common import described
-from lm_experiments_tools.recipes.keywords import as_flag, changed_args, fast, save_folder
+from lm_experiments_tools.recipes.keywords import as_flag, changed_args, fast, save_folder, stop_button
 from lm_experiments_tools.recipes.t5 import T5Pretraining
 from lm_experiments_tools.recipes.t5_sources import sources_of_phases
 from lm_experiments_tools.tracking.notebook import Results
@@ -171,7 +171,8 @@ class PreTrainer:
             recipe = T5Pretraining(run_args, self._origins, attempt(lambda: sources_of_phases(run_args)))
         recipe.backend, recipe.before = self.backend, self._recipe
         try:
-            with described(args, self.backend, is_new=is_new, trained=lambda: recipe.trainer, commands=None):
+            options = {"is_new": is_new, "trained": lambda: recipe.trainer}
+            with stop_button(options["trained"]), described(args, self.backend, **options, commands=None):
                 recipe.train()
                 if not args.validate_only:
                     recipe.finish()

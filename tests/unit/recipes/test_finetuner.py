@@ -2,6 +2,7 @@
 
 import copy
 import json
+import signal
 import sys
 
 import pytest
@@ -10,7 +11,9 @@ from tokenizers import processors
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lm_experiments_tools import FineTuner, UserError
+from lm_experiments_tools.errors import RunError
 from lm_experiments_tools.models.speed import flushes_denormals
+from lm_experiments_tools.training.trainer import TrainingLoop
 from tests.distributed.launch import ROOT, forked
 from tests.helpers.finetuning_toys import pairs, write_json
 from tests.helpers.pretrained_toys import save_toy, t5_config, toy_tokenizer
@@ -115,6 +118,20 @@ def test_a_refused_train_leaves_the_settings_of_before(folder):
         assert tuner.predict(["w3 w4"]) == answers
     with pytest.raises(UserError, match="no split 'tset'"):
         tuner.evaluate("tset")
+
+
+def test_the_stop_button_of_a_notebook_ends_training_alone(folder, sets, monkeypatch, caplog):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)  # as at Python's prompt and in IPython
+    tuner = FineTuner(folder / "t5", **sets, test_data_path=folder / "valid.jsonl", lr=1e-3, log_interval=2, **LENGTHS)
+    before, log_train = tuner.evaluate()["loss"], TrainingLoop.log_train
+    monkeypatch.setattr(TrainingLoop, "log_train", lambda loop: signal.raise_signal(signal.SIGINT))
+    assert tuner.train(iters=9) == {} and "stopped after update 2" in caplog.text
+    assert tuner.evaluate()["loss"] < before
+    monkeypatch.setattr(TrainingLoop, "log_train", log_train)
+    assert {*tuner.train(iters=2)} == {"train", "valid", "test"}
+    monkeypatch.setattr(TrainingLoop, "train_step", lambda loop, *args: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(RunError, match="stopped before its first update"):
+        tuner.train(iters=9)
 
 
 def weights_of(tuner):

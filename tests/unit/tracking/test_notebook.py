@@ -74,6 +74,18 @@ def test_a_kernel_shows_bar_and_curve(tmp_path):
     assert "3/3" in bar and "loss 1.000" in bar
 
 
+def test_an_error_of_the_user_is_one_line_in_a_kernel(tmp_path):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    cells = ["import sys; from lm_experiments_tools import FineTuner; sys.ps1", "FineTuner(batch=8)"]
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    client = nbclient.NotebookClient(book, timeout=120, allow_errors=True, resources={"metadata": {"path": tmp_path}})
+    client.execute()
+    assert book.cells[0].outputs[-1].output_type == "execute_result"  # what the stop button tells a notebook by
+    (error,) = book.cells[1].outputs
+    assert error.traceback == ["UserError: FineTuner has no setting 'batch': did you mean batch_size?"]
+
+
 def test_outside_a_kernel_there_is_no_curve():
     assert not progress.in_notebook() and notebook.live_curve() is None
 
