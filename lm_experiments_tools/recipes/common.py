@@ -9,7 +9,6 @@ import random
 import re
 import shlex
 import shutil
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -275,7 +274,7 @@ def show_run(
         panel["run"] = f"{run.path} (tensorboard --logdir {run.path})"
         model_config = model.config.to_dict() if hasattr(model, "config") else None
         recorded = asdict(args) if phase is None else {**asdict(phase.run), "iters": phase.last_step}
-        run.write_start(recorded, origins, sys.argv, model_config, world_size=args.virtual_size(backend.world_size))
+        run.write_start(recorded, origins, model_config, world_size=args.virtual_size(backend.world_size))
     if args.validate_only:
         panel["batch"] = f"{args.valid_batch_size()} rows x {backend.world_size} worker(s), validated once"
         del panel["steps"], panel["optimizer"]

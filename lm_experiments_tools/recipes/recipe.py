@@ -15,7 +15,7 @@ from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.backends.collective import on_all, on_main, say
 from lm_experiments_tools.checkpoint.finding import find_resume
 from lm_experiments_tools.checkpoint.train_state import read_state_file
-from lm_experiments_tools.config.flags import AUTO, DEFAULT
+from lm_experiments_tools.config.flags import AUTO
 from lm_experiments_tools.config.lengths import in_updates
 from lm_experiments_tools.config.phases import timeline
 from lm_experiments_tools.data.tokens.holdout import hold_out
@@ -72,7 +72,6 @@ class Recipe(ABC):
         self.args, self.origins = choose_speed(self.args, self.origins)
         self.backend = get_backend(self.args)  # a launcher names files from this folder, which `train` leaves
         is_new, self.args = self.args.model_path == AUTO, with_run_directory(self.args, self.backend, self.script)
-        self.origins = {**self.origins, **({"model_path": DEFAULT} if is_new else {})}
         options = {"trained": lambda: self.trainer, "commands": self.commands}
         with described(self.args, self.backend, is_new=is_new, **options):
             self.train()

@@ -1,6 +1,6 @@
 """The run directory (`--model_path`): settings, code version, environment and logs of a run.
 
-runs/name/config.json config.yaml cmd.sh git.diff git_status.txt env.json model_config.json  (first start)
+runs/name/config.json config.yaml git.diff git_status.txt env.json model_config.json  (first start)
           config.1.json config.1.yaml ...  (second start)
           logs/rank0.log ...   metrics.jsonl  metrics.json  events.out.tfevents.*
           checkpoints/step_000500/   best -> checkpoints/step_...   last -> checkpoints/step_...
@@ -19,17 +19,16 @@ import logging.handlers
 import os
 import platform
 import re
-import shlex
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import psutil
 
-from lm_experiments_tools.config.flags import DEFAULT, harmless_flags
+from lm_experiments_tools.config.flags import harmless_flags
 from lm_experiments_tools.config.pretraining import INHERITED
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import dump_json, read_json, to_jsonable, write_atomic
@@ -44,14 +43,6 @@ logger = logging.getLogger(__name__)
 # the ancestor's extra keys of config.json; everything else in it is an argument
 _EXTRA_KEYS = ("ENV", "MACHINE", "COMMIT", "WORLD_SIZE")
 _ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONPATH")
-_LAUNCHERS = ("torchrun", "horovodrun", "accelerate", "deepspeed", "mpirun", "mpiexec")
-_LAUNCHER_MODULES = (
-    "torch.distributed.run",
-    "torch.distributed.launch",
-    "accelerate.commands.launch",
-    "accelerate.commands.accelerate_cli",
-    "horovod.runner.launch",
-)
 # A setting that only one script has.
 _SCRIPTS = {
     "peft": "run_finetuning.py", "use_nsp": "run_bert_pretraining.py", "noise_density": "run_t5_pretraining.py",
@@ -111,19 +102,17 @@ class RunDirectory:
         self,
         args: Mapping[str, Any],
         origins: Mapping[str, str],
-        argv: Sequence[str],
         model_config: Mapping[str, Any] | None = None,
         *,
         world_size: int | None = None,
     ) -> None:
-        """Write settings, command line, code version and environment of the run, each time its job is started.
+        """Write settings, code version, command line and environment of the run, each time its job is started.
 
         The first start writes config.json, a restart writes config.1.json, the next one config.2.json.
 
         Args:
             args: all arguments, name -> value.
             origins: name -> where the value came from; these become comments in config.yaml.
-            argv: `sys.argv`.
             model_config: the model's configuration.
             world_size: number of workers; None if unknown.
         """
@@ -133,10 +122,7 @@ class RunDirectory:
         config["COMMIT"] = git_output("rev-parse", "HEAD").decode("ascii", "replace").strip()
         if world_size is not None:
             config["WORLD_SIZE"] = world_size
-        # The command without --model_path would make another folder.
-        more = ("--model_path", args["model_path"]) if origins.get("model_path") == DEFAULT else ()
-        files = {"cmd.sh": relaunch_script(argv, more), "config.yaml": config_yaml(args, origins)}
-        files["env.json"] = dump_json(describe_environment()) + "\n"
+        files = {"config.yaml": config_yaml(args, origins), "env.json": dump_json(describe_environment()) + "\n"}
         diff, status = git_output("diff", "HEAD"), git_output("status", "--porcelain=v1", "--branch")
         if status:
             files |= {"git.diff": diff, "git_status.txt": status}
@@ -145,7 +131,6 @@ class RunDirectory:
         files["config.json"] = dump_json(config, indent=4) + "\n"  # last: it marks the start as recorded
         for name, content in files.items():
             write_atomic(self.path / _numbered(name, start), content)
-        (self.path / _numbered("cmd.sh", start)).chmod(0o755)
 
     def check_compatible(
         self,
@@ -242,24 +227,10 @@ def settings_in_use(run_dir: Path) -> dict[str, Any] | None:
         path = run_dir / _numbered("config.json", number)
         try:
             config = read_json(path)
-        except UserError as error:  # cut short, by a copy or by the disk
-            if (config := _settings_of_checkpoint(run_dir)) is None:
-                raise UserError(f"{error} Fix or remove it, or choose another --model_path.") from error
-            logger.warning("%s The settings in the newest checkpoint are used.", error)
+        except UserError as error:
+            raise UserError(f"{error} Fix or remove it, or choose another --model_path.") from error
         if not config.get("validate_only"):
             return config
-    return None
-
-
-def _settings_of_checkpoint(run_dir: Path) -> dict[str, Any] | None:
-    """The settings that the newest checkpoint records; None if there is none that can be read."""
-    folders = (run_dir / "checkpoints").glob("step_*")
-    for folder in sorted(folders, key=lambda folder: (len(folder.name), folder.name), reverse=True):
-        with contextlib.suppress(UserError):
-            state = read_json(folder / "trainer_state.json").get("state")
-            if isinstance(state, dict) and state.get("facts"):
-                # Facts hold what --speed chose but not --speed itself, and with auto the recorded choices are kept.
-                return {"speed": "auto", **state["facts"]}
     return None
 
 
@@ -341,37 +312,11 @@ def config_yaml(args: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def relaunch_script(argv: Sequence[str], more: Sequence[str] = ()) -> str:
-    """Return a shell script that starts this run again, with its launcher (torchrun, ...) if it has one.
-
-    Args:
-        argv: `sys.argv`.
-        more: words to add to the command.
-    """
-    command = _launcher_command()
-    if command is None:  # `python -m module` is only in orig_argv
-        command = [sys.executable, *(sys.orig_argv[1:] if list(argv) == sys.argv else argv)]
-    exports = [f"export {name}={shlex.quote(os.environ[name])}" for name in _ENVIRONMENT if name in os.environ]
-    return "\n".join(
-        ["#!/bin/sh", f"cd {shlex.quote(_STARTED_IN)}", *exports, f'exec {shlex.join([*command, *more])} "$@"', ""]
-    )
-
-
-def _launcher_command() -> list[str] | None:
-    """The command line of the outermost launcher above this process; None without one, or where it cannot be read."""
-    found = None
-    with contextlib.suppress(psutil.Error):
-        for process in psutil.Process().parents():
-            command = process.cmdline()
-            module = command[command.index("-m") + 1] if "-m" in command[:-1] else ""
-            if module in _LAUNCHER_MODULES or any(Path(part).name in _LAUNCHERS for part in command[:2]):
-                found = command
-    return found
-
-
 def describe_environment() -> dict[str, Any]:
-    """Return the versions of Python and all packages, the platform, CPU, memory and GPUs."""
+    """Return this process's command, the versions of Python and all packages, the platform, CPU, memory and GPUs."""
     description = {
+        "command": sys.orig_argv,
+        "folder": _STARTED_IN,
         "python": sys.version,
         "executable": sys.executable,
         "platform": platform.platform(),
