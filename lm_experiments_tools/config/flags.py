@@ -31,7 +31,6 @@ TRUE_WORDS = ("true", "yes", "on", "1")
 FALSE_WORDS = ("false", "no", "off", "0")
 NULL_WORDS = ("null", "none", "~", "")
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
-_ALWAYS_SHOWN = ("lr", "optimizer", "lr_scheduler", "batch_size", "gradient_accumulation_steps", "iters", "seed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,16 +211,6 @@ def given_flags(args: object, *rules: Ignored) -> list[str]:
     """Return the names of the flags that the user gave and that have one of the rules."""
     found = rules_of(type(args))
     return [name for name in found if any(rule in found[name] for rule in rules) and is_given(args, name)]
-
-
-def telling_settings(args: object) -> dict[str, Any]:
-    """Select the settings that describe a run in its summary.
-
-    These are the most important ones, and all that differ from their defaults.
-    """
-    always = [name for name in _ALWAYS_SHOWN if hasattr(args, name)]
-    given = [field.name for field in dataclasses.fields(args) if is_given(args, field.name)]
-    return {name: getattr(args, name) for name in dict.fromkeys([*always, *given])}
 
 
 def refuse_ignored(args: object, groups: Sequence[type] | None = None, *, in_run: bool = False) -> None:

@@ -27,7 +27,6 @@ from lm_experiments_tools.config.flags import (
     given_flags,
     needs,
     refuse_ignored,
-    telling_settings,
 )
 from lm_experiments_tools.config.lengths import lengths_in_tokens
 from lm_experiments_tools.config.options import read_options
@@ -420,10 +419,6 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
     def check_used(self) -> None:
         """Raise UserError for a flag without effect in a run of the script. `FineTuner` accepts such flags."""
         refuse_ignored(self, in_run=True)
-
-    def telling_settings(self) -> dict[str, Any]:
-        """The settings that describe a run in its summary; see `flags.telling_settings`."""
-        return telling_settings(self)
 
     def lacks_validation(self) -> bool:
         """True if a run with these arguments has no validation data."""

@@ -82,7 +82,6 @@ class Tracker:
         self._jsonl: IO[str] | None = None
         self._events: EventFile | None = None
         self._services: Services | None = None
-        self._metric_tags: dict[str, None] = {}
         self.console: ConsoleLine | None = None
         self.bar: tqdm | None = None
         self.curve: LiveCurve | None = None
@@ -110,8 +109,6 @@ class Tracker:
             for tag, value, x in _scalars(record):
                 if x >= purge_step:
                     self._events.scalar(tag, value, x, record["time"])
-                if tag.endswith(("/iterations/train", "/iterations/valid")):
-                    self._metric_tags[tag] = None
         self._events.flush()
 
     def log(
@@ -153,8 +150,6 @@ class Tracker:
         if self._events is not None:
             for tag, value, x in _scalars(record):
                 self._events.scalar(tag, value, x, record["time"])
-                if tag.startswith(tuple(f"{name}/iterations/" for name in metrics)):
-                    self._metric_tags[tag] = None
             self._events.flush()
         if self._services is not None:
             self._services.log(record)
@@ -169,12 +164,6 @@ class Tracker:
         """Write Markdown to TensorBoard's text tab."""
         if self._events is not None:
             self._events.text(tag, markdown, step)
-            self._events.flush()
-
-    def hparams(self, values: dict[str, Any]) -> None:
-        """Fill TensorBoard's HPARAMS tab with settings and the last logged metrics. Call it at the end of the run."""
-        if self._events is not None:
-            self._events.hparams(values, list(self._metric_tags))
             self._events.flush()
 
     def close(self) -> None:
@@ -275,33 +264,6 @@ class EventFile:
         tensor.tensor_shape.dim.add(size=1)
         value = self._summary.Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)
         self._write_summary(value, step, time.time())
-
-    def hparams(self, values: dict[str, Any], metric_tags: list[str]) -> None:
-        from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
-
-        number = ("number_value", "DATA_TYPE_FLOAT64")
-        kinds = {bool: ("bool_value", "DATA_TYPE_BOOL"), int: number, float: number}
-        kinds[str] = ("string_value", "DATA_TYPE_STRING")
-        experiment, start = api_pb2.Experiment(), plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
-        for name, value in values.items():  # the tab opens on the first five
-            value = value if type(value) in kinds else str(value)
-            field, kind = kinds[type(value)]
-            experiment.hparam_infos.add(name=name, type=getattr(api_pb2, kind))
-            setattr(start.hparams[name], field, value)
-        for tag in metric_tags:
-            experiment.metric_infos.add(name=api_pb2.MetricName(tag=tag))
-        end = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time())
-        for tag, content in (
-            ("_hparams_/experiment", {"experiment": experiment}),
-            ("_hparams_/session_start_info", {"session_start_info": start}),
-            ("_hparams_/session_end_info", {"session_end_info": end}),
-        ):
-            metadata = self._summary.SummaryMetadata()
-            metadata.plugin_data.plugin_name = "hparams"
-            metadata.plugin_data.content = plugin_data_pb2.HParamsPluginData(version=0, **content).SerializeToString()
-            null = self._tensor.TensorProto(dtype=self._types.DT_FLOAT, float_val=[0.0])
-            value = self._summary.Summary.Value(tag=tag, metadata=metadata, tensor=null)
-            self._write_summary(value, 0, time.time())
 
     def _write_summary(self, value: Any, step: int, wall_time: float) -> None:
         summary = self._summary.Summary(value=[value])
