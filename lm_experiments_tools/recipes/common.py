@@ -6,7 +6,6 @@ import logging
 import os
 import platform
 import random
-import re
 import shlex
 import shutil
 import time
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
     PretrainingArgs = BertPretrainingArgs | T5PretrainingArgs
 
 logger = logging.getLogger(__name__)
-_VALIDATION = re.compile(r"(valid|validation|val|dev)(\.|$)")
 
 
 def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
@@ -73,9 +71,6 @@ def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
     elif not args.validate_only:
         say(backend, "neither checkpoints nor logs are saved: there is no --model_path")
     warn_of_idle_gpus(args, backend)
-    if not args.validate_only and args.lacks_validation():
-        for path in filter(None, map(validation_beside, getattr(args, "data_path", ()))):
-            say(backend, f"{path} is not read: there is no --valid_data_path")
     if args.model_path is None:
         return None
     run = claim_for_all(args, backend)
@@ -91,14 +86,6 @@ def _check_choices(args: TrainerArgs, backend: Backend) -> None:
         choices = backend.gather(getattr(args, name))
         if any(choice != choices[0] for choice in choices):
             raise agreed(UserError(f"--speed auto: workers choose {name} differently: give --{name}, or --speed off."))
-
-
-def validation_beside(path: str) -> Path | None:
-    """Find validation data that nobody named: val.jsonl beside the training data train.jsonl, or in its folder."""
-    folder = Path(path) if os.path.isdir(path) else Path(path).parent
-    if not folder.is_dir() or (folder != Path(path) and "train" not in Path(path).name):
-        return None
-    return next((file for file in sorted(folder.iterdir()) if _VALIDATION.match(file.name)), None)
 
 
 def warn_of_idle_gpus(args: TrainerArgs, backend: Backend) -> None:

@@ -51,7 +51,6 @@ from lm_experiments_tools.recipes.finetuning import (
     evaluate_last,
     finetuning_loop,
     saved_task,
-    show_generation,
     show_inherited,
     training_loop,
     with_new_tokens,
@@ -126,7 +125,6 @@ class FineTuner:
             self.label_names = self.args.label_names or self._known_labels()
         with fast_process(self.args):  # threads of torch take over its settings when they start
             self.model: nn.Module = pretrained_model(self.args, self.tokenizer, self.label_names, self.files)
-        show_generation(self.args, self.model)
         self._run_folders: set[Path] = set()  # that this object has trained in
         self._epochs = 0  # of training data begun so far
         self._added_rows = False  # new rows of the embedding, which are in no file yet

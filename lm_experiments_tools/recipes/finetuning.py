@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -51,9 +50,6 @@ _PACKING_CLASSES = {
     "encoder": "modeling_bert:BertForSequenceClassification",
     "encoder-decoder": "modeling_t5:T5ForConditionalGeneration",
 }
-# What generation_config.json says without changing the generated text, and what is read only with --do_sample.
-_NO_RULE = re.compile(r"_|output_|return_|use_|cache_|transformers_|max_length|(bos|decoder_start|eos|pad)_token_id")
-_OF_SAMPLING = {"epsilon_cutoff", "eta_cutoff", "min_p", "temperature", "top_h", "top_k", "top_p", "typical_p"}
 _SAME = 1e-4  # relative difference of logits; kept apart they differ by 1e-6 at most, in OpenAI-GPT by 5e-3
 
 
@@ -74,7 +70,6 @@ class Finetuning(Recipe):
         if self.data.train is not None:
             args = args.with_epochs(self.data.train.samples_per_epoch, backend.world_size)
         model = on_all(backend, lambda: pretrained_model(args, tokenizer, self.data.label_names, files))
-        show_generation(args, model)
         for line in str(summary(model)).splitlines() if backend.is_main else ():  # before a backend shards it
             logger.info("%s", line)
         self.trainer = training_loop(args, backend, model, self.data, tokenizer)
@@ -127,22 +122,6 @@ def show_inherited(args: FinetuningArgs, origins: Mapping[str, str]) -> None:
     for name, origin in origins.items():
         if origin.endswith((TASK_FILE, CONFIG)) and is_given(args, name):
             logger.info("--%s %s, as %s has it", name, getattr(args, name), origin)
-
-
-def show_generation(args: FinetuningArgs, model: nn.Module) -> None:
-    """Log what `generation_config.json` of the weights adds to the flags of generation, such as a minimum length."""
-    if not args.needs_generation():
-        return
-    overridden = {*args.generation_options(), *(() if args.do_sample else _OF_SAMPLING)}
-    rules = model.generation_config.to_diff_dict().items()
-    rules = [(name, value) for name, value in rules if not (name in overridden or _NO_RULE.match(name))]
-    shown = [f"{name} {value}" for name, value in rules if value is not None and value is not False]
-    if shown:
-        logger.info(
-            "generation_config.json of the weights also rules generated text: %s; flags such as --min_new_tokens and "
-            "--length_penalty override it",
-            ", ".join(shown),
-        )
 
 
 def finetuning_loop(
