@@ -227,11 +227,6 @@ class PretrainedArgs:
     .pth or nanoT5 .bin file (these two with --model_cfg)."""
     tokenizer: str | None = None
     """Hugging Face tokenizer (name or folder) or a SentencePiece .model file. None: the one beside the weights."""
-    source_lang: Annotated[str | None, needs("model_type", "encoder-decoder")] = None
-    """mBART, NLLB, M2M100 and others that mark languages: the code of the sources' language, such as en_XX, eng_Latn
-    or en. None: the tokenizer's."""
-    target_lang: Annotated[str | None, needs("model_type", "encoder-decoder")] = None
-    """The code of the targets' language, with which generation begins. None: the tokenizer's."""
 
     def check(self) -> None:
         check_conflict(self, "from_pretrained", "init_checkpoint", "both name the weights to start from")

@@ -20,7 +20,6 @@ from torch import nn
 
 from lm_experiments_tools.checkpoint.model_config import check_model_config, read_model_config
 from lm_experiments_tools.checkpoint.source import CONFIG
-from lm_experiments_tools.data.examples.text_encoder import frame_of
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import human_bytes
 from lm_experiments_tools.models.presets import find_config, read_model_settings
@@ -29,7 +28,7 @@ from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.names import allow_modules, nearest_names
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from lm_experiments_tools.checkpoint.source import Source
 
@@ -181,20 +180,6 @@ def set_decoder_start(model: nn.Module) -> None:
         return
     for holder in filter(None, (config, getattr(model, "generation_config", None))):
         holder.decoder_start_token_id = start
-
-
-def set_target_language(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let `generate` begin with the tokens that training gives a tokenizer's targets, if they mark a language.
-
-    mBART shifts the language from the end of its labels to the beginning; mBART-50, NLLB and M2M100 write it first.
-    """
-    if not hasattr(tokenizer, "set_tgt_lang_special_tokens") or not model.config.is_encoder_decoder:
-        return
-    if shift := getattr(model, "prepare_decoder_input_ids_from_labels", None):
-        labels = torch.tensor([tokenizer(text_target="a")["input_ids"]])
-        model.generation_config.decoder_start_token_id = int(shift(labels)[0, 0])
-    before, _ = frame_of(tokenizer, "text_target")
-    model.generation_config.forced_bos_token_id = before[0] if before else None
 
 
 def pretrained_config(name: str, config_cls: type | None = None) -> PreTrainedConfig:

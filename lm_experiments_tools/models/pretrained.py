@@ -35,7 +35,6 @@ from lm_experiments_tools.models.build import (
     set_decoder_start,
     set_dropout,
     set_special_tokens,
-    set_target_language,
     set_z_loss,
     takes_our_attention,
     untie_only_output,
@@ -195,7 +194,6 @@ def _base_model(
             say_where(model)
     _fit_vocabulary(model, tokenizer, args)
     _set_up_generation(model, tokenizer)
-    set_target_language(model, tokenizer)
     return model, new_weights
 
 

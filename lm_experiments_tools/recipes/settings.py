@@ -121,8 +121,6 @@ class FineTuningSettings(RunSettings, total=False):
     tk_instruct: bool
     max_instances_per_task: int | None
     max_instances_per_eval_task: int | None
-    source_lang: str | None
-    target_lang: str | None
     freeze: Sequence[str]
     peft: Literal["lora", "prompt_tuning", "prefix_tuning", "new_tokens"] | None
     lora_r: int

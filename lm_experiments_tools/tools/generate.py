@@ -212,15 +212,13 @@ def _written(opened: Opened, batch: BatchEncoding, args: GenerateArgs) -> list[d
 
 
 def text_of(tokenizer: Any, row: Sequence[int]) -> str:
-    """Decode token ids to text, without the tokens that frame it, such as eos and the codes of languages.
+    """Decode token ids to text, without the tokens that frame it, such as eos.
 
     Sentinels and users' own special tokens are text, as in the predictions of fine-tuning.
     """
     from lm_experiments_tools.data.examples.text_encoder import framing_ids
 
     hidden = framing_ids(tokenizer) | {tokenizer.mask_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id}
-    if hasattr(tokenizer, "set_tgt_lang_special_tokens"):
-        hidden |= {*tokenizer.all_special_ids}
     return tokenizer.decode([token for token in swap_sentinels(tokenizer, row) if token not in hidden]).strip()
 
 
