@@ -285,8 +285,7 @@ class EvaluationArgs:
     bleu_tokenize: Annotated[
         Literal["13a", "intl", "zh", "char", "none", "ja-mecab", "ko-mecab"] | None, HARMLESS, _OF_BLEU
     ] = None
-    """bleu: sacreBLEU's tokenizer; ja-mecab and ko-mecab need sacrebleu[ja] and sacrebleu[ko]. None: 13a, for
-    references without spaces zh (Chinese) or char."""
+    """bleu: sacreBLEU's tokenizer; ja-mecab and ko-mecab need sacrebleu[ja] and sacrebleu[ko]. None: 13a."""
     positive_label: Annotated[str | None, HARMLESS, needs("task", "classification")] = None
     """classification with two labels: the one that f1, precision and recall are about. None: the second."""
     show_valid_examples: Annotated[int, HARMLESS, NOT_NEGATIVE, _PREDICTION, _EVALUATION] = 0
