@@ -41,10 +41,8 @@ class SampleArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenArgs:
-    """Statistics of tokens: which documents are counted, and what is reported."""
+    """Which documents are counted."""
 
-    frequent: Annotated[int, NOT_NEGATIVE] = 12
-    """Most frequent tokens to show."""
     documents: Annotated[int | None, COUNT] = None
     """Inspect only the first N documents of each --data_path. None: all; 10000 of a Hugging Face dataset and with
     --streaming."""
