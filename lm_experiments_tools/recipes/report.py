@@ -13,8 +13,9 @@ from torch import Tensor
 from lm_experiments_tools.data.loader import ValidLoader
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.modules.inspection import forward_names
-from lm_experiments_tools.tracking.curve import plot_curve
+from lm_experiments_tools.tracking.curve import plot_runs
 from lm_experiments_tools.tracking.examples import example_lines, show_examples
+from lm_experiments_tools.tracking.tracker import parse_record
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -46,8 +47,9 @@ def write_report(trainer: TrainingLoop, vocabulary: Any, predict: Predict) -> No
     lines = [f"Loss on held-out text: {before}{metrics['valid']['loss']:.3f} after {trainer.state.step} steps"]
     for example in examples:
         lines += ["", *example_lines("held-out", example)]
-    curve = plot_curve(folder / "metrics.jsonl", folder / "loss.png")
-    lines += ["", f"Loss curve:  {curve}", f"TensorBoard: tensorboard --logdir {folder}"]
+    records = map(parse_record, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    plot_runs({folder.name: [*filter(None, records)]}, folder / "loss.png")
+    lines += ["", f"Loss curve:  {folder / 'loss.png'}", f"TensorBoard: tensorboard --logdir {folder}"]
     lines += [f"Checkpoint:  {folder / 'last'} (loads with from_pretrained)"]
     text = "\n".join(lines)
     (folder / "report.txt").write_text(text + "\n", encoding="utf-8")
