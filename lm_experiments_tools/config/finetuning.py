@@ -289,7 +289,7 @@ class EvaluationArgs:
     positive_label: Annotated[str | None, HARMLESS, needs("task", "classification")] = None
     """classification with two labels: the one that f1, precision and recall are about. None: the second."""
     show_valid_examples: Annotated[int, HARMLESS, NOT_NEGATIVE, _PREDICTION, _EVALUATION] = 0
-    """Examples, with their predictions, to print at every validation, in TensorBoard too."""
+    """Examples, with their predictions, to print at every validation."""
     num_beams: Annotated[int, HARMLESS, COUNT, _GENERATION, _EVALUATION] = 1
     """Beams of a beam search; 1 decodes greedily."""
     do_sample: Annotated[bool, HARMLESS, _GENERATION, _EVALUATION] = False

@@ -13,9 +13,9 @@ targets have references [] and are not scored by metrics that need references.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from lm_experiments_tools.data.examples.examples import Example
 
 Value = str | int | float | list[int]  # a text, a label's number, a number, the numbers of all labels that apply
-_log_examples = partial(show_examples, tracker=None, step=0)
 
 
 class TextDecoder:
@@ -96,7 +95,6 @@ class Predictions:
         decode: decodes generated tokens; only for models that generate.
         label_names: names of the classes by index.
         folder: folder of the predictions file; None writes none.
-        show: called with (split, examples) to show a few examples; logs them by default.
         label_words: text that a generating model writes for each label; by default `--label_words` or the names.
 
     Raises:
@@ -112,10 +110,8 @@ class Predictions:
         decode: TextDecoder | None = None,
         label_names: Sequence[str] = (),
         folder: Path | None = None,
-        show: Callable[[str, list[dict[str, Any]]], None] = _log_examples,
         label_words: Sequence[str] = (),
     ) -> None:
-        self.show = show
         self.args, self.split, self.examples, self.decode = args, split, examples, decode
         self.label_names, self.folder = tuple(label_names), folder
         self.generates, self.task = args.needs_generation(), args.task
@@ -265,7 +261,7 @@ class Predictions:
         number = min(self.args.show_valid_examples, len(self.examples))
         chosen = {index * len(self.examples) // number for index in range(number)}
         records = enumerate(self._records(answers, predictions) if chosen else ())
-        self.show(self.split, [record for index, record in records if index in chosen])
+        show_examples(self.split, [record for index, record in records if index in chosen])
 
 
 def decoded_targets(examples: Sequence[Example], decode: TextDecoder) -> list[Example]:

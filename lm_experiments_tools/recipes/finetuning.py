@@ -31,7 +31,6 @@ from lm_experiments_tools.modules.inspection import base_of, evaluated, forward_
 from lm_experiments_tools.recipes.common import save_tokenizer, seed_worker, show_run, start_run
 from lm_experiments_tools.recipes.finetuning_data import FinetuningData, finetuning_data
 from lm_experiments_tools.recipes.recipe import Recipe
-from lm_experiments_tools.tracking.examples import show_examples
 from lm_experiments_tools.training.generators import preserved_random_state
 from lm_experiments_tools.training.losses import LANGUAGE_MODEL_LOSS, MODEL_LOSS, with_bytes
 from lm_experiments_tools.training.trainer import TrainingLoop
@@ -161,10 +160,7 @@ def finetuning_loop(
 
     def collect(split: str) -> Predictions:
         words = decode.references(data.label_words)
-        return Predictions(args, split, examples_of(split), decode, data.label_names, folder, show, words)
-
-    def show(split: str, examples: list[dict[str, Any]]) -> None:
-        show_examples(split, examples, loop.tracker, loop.state.step)
+        return Predictions(args, split, examples_of(split), decode, data.label_names, folder, words)
 
     valid = data.splits.get("valid")
     is_fast = getattr(model, "is_fast", False) and "return_logits" in forward_names(model)

@@ -89,7 +89,7 @@ class PredictedExamples:
         """
         examples = _predicted(self.trainer, self.vocabulary, self.rows, written)
         if backend.is_main:
-            show_examples(self.split, examples, self.trainer.tracker, self.trainer.state.step)
+            show_examples(self.split, examples)
         return {}
 
 

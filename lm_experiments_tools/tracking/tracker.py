@@ -160,17 +160,10 @@ class Tracker:
             if self.curve is not None:
                 self.curve.add(split, step, _number(loss))
 
-    def text(self, tag: str, markdown: str, step: int) -> None:
-        """Write Markdown to TensorBoard's text tab."""
-        if self._events is not None:
-            self._events.text(tag, markdown, step)
-            self._events.flush()
-
     def close(self) -> None:
         for part in (self.bar, self._events, self._jsonl, self._services):
             if part is not None:
                 part.close()
-        self._events = None  # a later evaluation logs its texts, and no more
 
     def __enter__(self) -> Tracker:
         return self
@@ -234,10 +227,10 @@ class EventFile:
     """A TensorBoard event file, to which metrics are written. Raises ImportError without tensorboard."""
 
     def __init__(self, directory: Path, purge_step: int):
-        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
+        from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._summary, self._tensor, self._types = event_pb2, summary_pb2, tensor_pb2, types_pb2
+        self._event, self._summary = event_pb2, summary_pb2
         # TensorBoard reads files in the order of their names, so the time in the name must grow even when two starts
         # fall into one second or the clock has been set back
         times = [
@@ -255,18 +248,7 @@ class EventFile:
         self._writer.write(event.SerializeToString())
 
     def scalar(self, tag: str, value: float, step: int, wall_time: float) -> None:
-        self._write_summary(self._summary.Summary.Value(tag=tag, simple_value=value), step, wall_time)
-
-    def text(self, tag: str, markdown: str, step: int) -> None:
-        metadata = self._summary.SummaryMetadata()
-        metadata.plugin_data.plugin_name = "text"
-        tensor = self._tensor.TensorProto(dtype=self._types.DT_STRING, string_val=[markdown.encode("utf-8")])
-        tensor.tensor_shape.dim.add(size=1)
-        value = self._summary.Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)
-        self._write_summary(value, step, time.time())
-
-    def _write_summary(self, value: Any, step: int, wall_time: float) -> None:
-        summary = self._summary.Summary(value=[value])
+        summary = self._summary.Summary(value=[self._summary.Summary.Value(tag=tag, simple_value=value)])
         self._write(self._event.Event(wall_time=wall_time, step=step, summary=summary))
 
     def flush(self) -> None:

@@ -143,23 +143,10 @@ def test_other_ranks_and_no_directory_write_nothing(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     with Tracker(tmp_path / "x", rank=1) as tracker:
         log_step(tracker, 1)
-        tracker.text("a", "b", 1)
     assert not list(tmp_path.iterdir()) and not caplog.records
     with Tracker(None, rank=0) as tracker:
         log_step(tracker, 1)
     assert "step 1 | loss 1.000" in caplog.text
-
-
-def test_text_reaches_its_tab(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with Tracker(tmp_path, rank=0) as tracker:
-        log_step(tracker, 1)
-        tracker.text("args", "| a | b |", 0)
-    accumulator = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0})
-    accumulator.Reload()
-    assert accumulator.Tensors("args/text_summary")[0].tensor_proto.string_val == [b"| a | b |"]
 
 
 def test_tensorflow_stays_out_of_the_training_process(tmp_path):
