@@ -94,25 +94,6 @@ def pairs(tmp_path):
     return write_pairs(tmp_path)
 
 
-@needs("sentence_transformers")
-def test_sts_gives_what_sentence_transformers_gives(run_of, pairs, tmp_path):
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
-
-    run = run_of("encoder")
-    assert evaluate(run, "--suite", "sts", "--tasks", tmp_path / "pairs.jsonl") == 0
-    columns = [[row[name] for row in pairs] for name in ("sentence1", "sentence2", "score")]
-    for record in records(run, "sts"):
-        encoder = SentenceTransformer(str(run / "checkpoints" / f"step_{record['step']:06}"))
-        direct = EmbeddingSimilarityEvaluator(*columns, main_similarity="cosine", batch_size=8, write_csv=False)(
-            encoder
-        )
-        assert record["pairs/spearman_cosine"] == direct["spearman_cosine"]
-        assert record["pairs/pearson_cosine"] == direct["pearson_cosine"]
-    (tmp_path / "bad.jsonl").write_text('{"sentence1": "a", "score": 1}\n')
-    assert evaluate(run, "--suite", "sts", "--tasks", tmp_path / "bad.jsonl") == 2
-
-
 @needs("mteb")
 def test_mteb_gives_what_it_gives_by_itself(run_of, pairs, tmp_path, monkeypatch):
     import mteb
@@ -169,10 +150,9 @@ def test_a_value_that_is_there_is_not_measured_again(run_of, tmp_path, monkeypat
     [
         (("--suite", "lm_eval"), "measures --tasks: name at least one"),
         (("--tasks", "a", "--valid_data_path", "x"), "--tasks needs --suite"),
-        (("--suite", "sts", "--tasks", "nowhere.jsonl"), "nowhere.jsonl: there is no such file"),
-        (("--suite", "sts", "--tasks", "a", "--limit", "3"), "--limit needs --suite lm_eval"),
-        (("--suite", "sts", "--tasks", "a", "--lr", "3"), "--lr is not read by --suite sts"),
-        (("--suite", "sts", "--tasks", "a", "--valid_data_path", "x"), "brings its own data"),
+        (("--suite", "mteb", "--tasks", "a", "--limit", "3"), "--limit needs --suite lm_eval"),
+        (("--suite", "mteb", "--tasks", "a", "--lr", "3"), "--lr is not read by --suite mteb"),
+        (("--suite", "mteb", "--tasks", "a", "--valid_data_path", "x"), "brings its own data"),
     ],
 )
 def test_refusals(run_of, capsys, monkeypatch, flags, message):
