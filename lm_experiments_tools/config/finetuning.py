@@ -437,14 +437,9 @@ class FinetuningArgs(
         return f"--lr is missing: --optimizer {self.optimizer} has no default for {self.peft or self.model_type}."
 
     def resolved(self, origins: Mapping[str, str] | None = None) -> "FinetuningArgs":
-        """Return the arguments with all values filled in that follow from others.
+        """Return the arguments with all values filled in that follow from others. Raises UserError.
 
-        Args:
-            origins: for each setting, where its value came from; returned by `cli.parse`. If both `--iters` and
-                `--epochs` are set, the one of the command line is used.
-
-        Raises:
-            UserError: no data is named, or both lengths are given in the same place.
+        If both `--iters` and `--epochs` are set, the one of the command line is used, by `origins` of the settings.
         """
         if not self.data_path and not self.validate_only:
             raise UserError("--data_path is missing: name the training data, such as train.jsonl or train.tsv.")
@@ -466,12 +461,7 @@ class FinetuningArgs(
         return {name: getattr(self, name) for name in SAVED if name not in ignored}
 
     def with_epochs(self, samples_per_epoch: int, world_size: int) -> "FinetuningArgs":
-        """Replace `--epochs` by `--iters`, and validate each epoch if no `--valid_interval` is given.
-
-        Args:
-            samples_per_epoch: training examples.
-            world_size: number of workers.
-        """
+        """Replace `--epochs` by `--iters`, and validate each epoch if no `--valid_interval` is given."""
         rows, changes = self.global_batch_size(world_size), {}
         if self.valid_interval is None and self.valid_data_path is not None:
             changes["valid_interval"] = max(1, round(samples_per_epoch / rows))

@@ -73,12 +73,9 @@ class Ignored:
 
 
 def needs(flag: str, *values: str, reason: str | None = None) -> Ignored:
-    """Create the rule that a flag is refused unless another flag is given.
+    """Create the rule that a flag is refused unless another flag is given, or has one of `values`.
 
-    Args:
-        flag: the other flag.
-        values: values of which it must have one; without them it must only be given.
-        reason: rest of the error message; None writes one.
+    `reason` is the rest of the error message; None writes one.
     """
     if values:
         return Ignored(
@@ -214,11 +211,9 @@ def given_flags(args: object, *rules: Ignored) -> list[str]:
 
 
 def refuse_ignored(args: object, groups: Sequence[type] | None = None, *, in_run: bool = False) -> None:
-    """Refuse flags that the user gave and that have no effect. Raises UserError.
+    """Refuse flags of `groups` (None: all) that the user gave and that have no effect. Raises UserError.
 
-    Args:
-        groups: classes whose flags are checked; None: all.
-        in_run: apply only the rules marked `in_run`.
+    `in_run` applies only the rules marked `in_run`.
     """
     for name, rule in _rules(args, groups, Ignored):
         if rule.in_run == in_run and is_given(args, name) and rule.when(args):
@@ -226,12 +221,9 @@ def refuse_ignored(args: object, groups: Sequence[type] | None = None, *, in_run
 
 
 def check_groups(args: Any, groups: Sequence[type]) -> None:
-    """Check each flag's range, then call `check` of each group, then refuse flags without effect.
+    """Check each flag's range, then call `check` of each group, then refuse flags without effect. Raises UserError.
 
     From Python a whole number may be written 1e5; it becomes an int.
-
-    Raises:
-        UserError: a value out of range, or flags in conflict.
     """
     for name, flag in flags_of(type(args)).items():
         value, kinds = getattr(args, name), (flag.annotation, *typing.get_args(flag.annotation))
@@ -259,13 +251,6 @@ def _rules(args: object, groups: Sequence[type] | None, kind: type[Rule]) -> Ite
 
 
 def check_conflict(args: object, first: str, second: str, reason: str) -> None:
-    """Refuse two flags that exclude each other, if both are given.
-
-    Args:
-        reason: the error message.
-
-    Raises:
-        UserError: both flags are given.
-    """
+    """Raise UserError if two flags that exclude each other, for a `reason`, are both given."""
     if getattr(args, first) and getattr(args, second):
         raise UserError(f"--{first} and --{second} exclude each other: {reason}.")

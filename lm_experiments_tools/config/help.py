@@ -41,17 +41,12 @@ def help_topic(argv: Sequence[str]) -> str | None:
 
 
 def help_text(args_class: type, files_class: type, topic: str, description: str | None, program: str) -> str:
-    """Return the text that `--help` prints.
+    """Return the text that `--help` prints. UserError for an unknown topic.
 
     Args:
         args_class: dataclass whose base classes are the groups.
         files_class: the group of flags about settings files, shown last.
         topic: "" for the essential flags, "all", or the name of a group or a flag.
-        description: first paragraphs; not shown for a single group.
-        program: name of the program in the usage line.
-
-    Raises:
-        UserError: no such group or flag.
     """
     flags, texts = flags_of(args_class, files_class), help_texts(args_class) | help_texts(files_class)
     groups = {_title(flag.group): flag.group for flag in flags.values()}

@@ -14,14 +14,8 @@ from lm_experiments_tools.names import nearest_names
 def read_options(flag: str, texts: Sequence[str]) -> dict[str, Any]:
     """Parse NAME=VALUE texts: `eps=1e-6`, `betas=0.9,0.98`, `betas=[0.9,0.98]`, `amsgrad=true`, `decay_type=linear`.
 
-    Args:
-        flag: name of the flag, for error messages.
-
-    Returns:
-        name -> value, read as JSON, otherwise as a Python literal, otherwise as text.
-
-    Raises:
-        UserError: a text of another form, or a repeated name.
+    Values are read as JSON, otherwise as a Python literal, otherwise as text. UserError, which names `flag`, for a
+    text of another form or a repeated name.
     """
     options: dict[str, Any] = {}
     for text in texts:
@@ -57,15 +51,12 @@ def parameters_of(function: Callable) -> dict[str, Parameter]:
 def checked_options(
     said: str, options: Mapping[str, Any], known: Mapping[str, Parameter] | None, flags: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Convert options to the types of a function's defaults: lists to tuples, integers to floats.
+    """Convert options to the types of a function's defaults: lists to tuples, integers to floats. Raises UserError.
 
     Args:
         said: prefix of error messages, such as "--optimizer AdamW".
         known: the parameters by name; None if the function accepts any keyword.
         flags: parameters that have a flag of their own and are refused here: name -> flag.
-
-    Raises:
-        UserError: an unknown name, a parameter of `flags`, or a value of another type than the default's.
     """
     for name in options:
         if name in flags:

@@ -165,18 +165,14 @@ class RunArgs:
     def virtual_size(self, world_size: int) -> int:
         """Return the number of virtual data-parallel ranks, into which each batch is divided.
 
-        It is `--virtual_ranks` with `--reproducible elastic`, otherwise `world_size`.
-
-        Args:
-            world_size: number of workers.
+        It is `--virtual_ranks` with `--reproducible elastic`, otherwise `world_size`, the number of workers.
         """
         return self.virtual_ranks if self.reproducible == "elastic" else world_size
 
     def shares(self, world_size: int) -> int:
         """Number of virtual ranks of each of `world_size` workers; 1 unless `--reproducible elastic` is set.
 
-        Raises:
-            UserError: the workers do not divide the virtual ranks.
+        UserError if the workers do not divide the virtual ranks.
         """
         if (virtual := self.virtual_size(world_size)) % world_size:
             raise UserError(f"--virtual_ranks {virtual} is not a multiple of the {world_size} workers that run.")

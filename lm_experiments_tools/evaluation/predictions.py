@@ -271,11 +271,7 @@ def decoded_targets(examples: Sequence[Example], decode: TextDecoder) -> list[Ex
 
 
 def thresholds_of(args: FinetuningArgs, label_names: Sequence[str]) -> tuple[float, ...]:
-    """Return the probability from which each label is predicted (`--thresholds`), one value for each label.
-
-    Raises:
-        UserError: the number of values is wrong.
-    """
+    """Return the probability from which each label is predicted (`--thresholds`). Raises UserError."""
     if args.task == "multi_label" and len(args.thresholds) not in (1, len(label_names)):
         raise UserError(
             f"--thresholds has {len(args.thresholds)} values, and there are {len(label_names)} labels "
@@ -285,11 +281,7 @@ def thresholds_of(args: FinetuningArgs, label_names: Sequence[str]) -> tuple[flo
 
 
 def positive_label_of(args: FinetuningArgs, label_names: Sequence[str]) -> int:
-    """Return the index of the label that f1, precision and recall are about (`--positive_label`); of two labels only.
-
-    Raises:
-        UserError: there is no such label, or there are not two.
-    """
+    """Return the index of the label that f1, precision and recall are about (`--positive_label`). Raises UserError."""
     if args.positive_label is None:
         return 1
     if len(label_names) != 2 or args.positive_label not in label_names:
@@ -301,11 +293,6 @@ def positive_label_of(args: FinetuningArgs, label_names: Sequence[str]) -> int:
 
 
 def labels_above(logits: Tensor, thresholds: Sequence[float]) -> list[list[int]]:
-    """Return for each row the indices of the labels whose probability reaches the threshold.
-
-    Args:
-        logits: float[rows, labels].
-        thresholds: one for each label, 0 to 1.
-    """
+    """Return for each row of `logits`, float[rows, labels], the labels whose probability reaches their threshold."""
     reached = logits.float().sigmoid() >= torch.tensor(thresholds, device=logits.device)
     return [row.nonzero().flatten().tolist() for row in reached]

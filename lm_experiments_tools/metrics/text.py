@@ -104,11 +104,9 @@ def chrf(predictions: Sequence[str], references: References) -> float:
 def rouge_of_examples(
     predictions: Sequence[str], references: References, kinds: Sequence[str], *, stem: bool
 ) -> list[dict[str, float]]:
-    """Compute ROUGE F-measures, 0 to 1, of each example, with the best reference for each kind.
+    """Compute ROUGE F-measures, 0 to 1, of each example, with the best reference for each kind ("rouge1", ...).
 
-    Args:
-        kinds: such as "rouge1" and "rougeL".
-        stem: use rouge-score's stemmer.
+    `stem` uses rouge-score's stemmer.
     """
     from rouge_score import rouge_scorer, tokenizers
 

@@ -183,10 +183,7 @@ def set_decoder_start(model: nn.Module) -> None:
 
 
 def pretrained_config(name: str, config_cls: type | None = None) -> PreTrainedConfig:
-    """Load the configuration of a model on the Hub or in a folder. Raises UserError.
-
-    `config_cls` None lets AutoConfig choose its class.
-    """
+    """Load the configuration of a model on the Hub or in a folder, by `config_cls` or AutoConfig. Raises UserError."""
     from transformers import AutoConfig, PreTrainedConfig
 
     with refusals_named(f"{name}: its configuration cannot be read"):
@@ -319,9 +316,7 @@ def first_position(model: nn.Module) -> int:
 def check_positions(config: PreTrainedConfig, length: int, of_what: str, first: int = 0) -> None:
     """Raise UserError for inputs longer than a model's learned absolute positions; warn for rotary ones.
 
-    Args:
-        of_what: the flags that set the length, for the message.
-        first: position ID of the first token (`first_position`).
+    `of_what` names the flags that set the length; `first` is the position ID of the first token (`first_position`).
     """
     config = config.get_text_config(decoder=True)  # T5Gemma's is in its parts
     positions = getattr(config, "max_position_embeddings", None)

@@ -70,9 +70,7 @@ def pretrained_model(
 ) -> nn.Module:
     """Load the pre-trained model that flags describe; `requires_grad` marks the parameters to train. Raises UserError.
 
-    Args:
-        label_names: classes; they determine size and labels of an encoder's head.
-        files: the model's files, if they are already open.
+    `label_names` determine size and labels of an encoder's head.
     """
     if args.peft is not None and args.from_pretrained is None:
         raise UserError(f"--peft {args.peft} needs --from_pretrained: the adapter is saved without its base model.")

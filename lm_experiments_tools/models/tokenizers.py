@@ -51,12 +51,7 @@ def load_tokenizer(args: FinetuningArgs, files: ModelFiles | None = None) -> Pre
 
 
 def named_tokenizer(name: str, flag: str, source: Source | None = None) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a folder, a SentencePiece model or the Hub, unchanged. Raises UserError.
-
-    Args:
-        flag: the flag that names it, for messages.
-        source: its location, if already known; None to find it.
-    """
+    """Load a tokenizer from a folder, a SentencePiece model or the Hub, unchanged. UserError, which names `flag`."""
     path, named = Path(name), f"{flag} {name}"
     source = source or (Source(name, path) if path.exists() else hub_source(name, flag))
     tokenizer = read_tokenizer(source, named)

@@ -29,13 +29,7 @@ USABLE = 0.92  # of the memory: the rest is the allocator's, and on a GPU CUDA's
 
 
 class Fit(NamedTuple):
-    """Settings with which a run fits into the given memory, and their memory estimate.
-
-    Attributes:
-        args: the settings.
-        estimate: their memory estimate.
-        flags: the changed flags as text ("--batch_size 4 ..."); empty if the given settings fit.
-    """
+    """Settings with which a run fits into a memory, their estimate, and the changed flags as text ("" if none)."""
 
     args: ExperimentArgs
     estimate: MemoryEstimate
@@ -50,11 +44,7 @@ class Fit(NamedTuple):
 
 
 def memory_of(device: str) -> int:
-    """Return the free bytes of the GPU ("cuda") or of main memory and the container's limit ("cpu").
-
-    Raises:
-        UserError: PyTorch cannot use a GPU.
-    """
+    """Return the free bytes of the GPU ("cuda") or of main memory and the container ("cpu"). Raises UserError."""
     if device == "cpu":
         return available_memory()
     if not torch.cuda.is_available():
@@ -63,13 +53,9 @@ def memory_of(device: str) -> int:
 
 
 def memory_for_tensors(fit: str, device: str) -> float:
-    """Return the bytes that tensors may take: `--fit` less a reserve, on a CPU also less the process itself.
+    """Return the bytes that tensors may take: `fit` ("24GiB", or "auto" for the free memory) less a reserve.
 
-    Args:
-        fit: a size such as "24GiB", or "auto" for the free memory of `device`.
-
-    Raises:
-        UserError: nothing is left for tensors.
+    On a CPU also less the process itself. Raises UserError if nothing is left.
     """
     memory = memory_of(device) if fit == "auto" else bytes_of(fit)
     process = max(_PROCESS, psutil.Process().memory_info().rss) if device == "cpu" else 0
@@ -79,16 +65,9 @@ def memory_for_tensors(fit: str, device: str) -> float:
 
 
 def largest_fit(args: ExperimentArgs, estimate: Estimate, memory: float) -> Fit:
-    """Find the largest micro-batch whose estimate is at most `memory`, with the same number of rows per update.
+    """Find the largest micro-batch whose estimate is at most `memory` bytes, with the same number of rows per update.
 
-    If none fits, gradient checkpointing is tried, then Adafactor.
-
-    Args:
-        estimate: returns the memory estimate of settings.
-        memory: bytes.
-
-    Raises:
-        UserError: not even micro-batches of one row fit.
+    If none fits, gradient checkpointing is tried, then Adafactor. Raises UserError if not even one row fits.
     """
     for optimizer in dict.fromkeys([args.optimizer, "Adafactor"]):
         options = {} if optimizer == args.optimizer else {"optimizer_options": ()}

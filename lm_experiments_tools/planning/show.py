@@ -17,15 +17,7 @@ if TYPE_CHECKING:
 
 
 def show(args: ExperimentArgs, planning: PlanningArgs, origins: Mapping[str, str]) -> None:
-    """Print the memory estimate of a run and, with `--fit`, settings with which it fits.
-
-    Args:
-        planning: device, number of workers, sharding and `--fit`.
-        origins: for each setting, where its value came from; returned by `cli.parse`.
-
-    Raises:
-        UserError: no model is named, the model cannot be traced, or no settings fit.
-    """
+    """Print the memory estimate of a run and, with `--fit`, settings with which it fits. Raises UserError."""
     if not (args.model_cfg or args.base_model or args.init_checkpoint or getattr(args, "from_pretrained", None)):
         raise UserError("No model is named. Pass --model_cfg, a file or a preset such as t5-small, or --base_model.")
     os.chdir(args.working_folder())

@@ -53,14 +53,9 @@ logger = logging.getLogger(__name__)
 
 
 def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
-    """Change to `--working_dir`, set up logging and open the run directory.
+    """Change to `--working_dir`, set up logging and open the run directory. Raises UserError.
 
-    Returns:
-        The run directory on rank 0; None on other ranks or without `--model_path`.
-
-    Raises:
-        UserError: the directory holds a run with other settings, a process still writes to it, or other machines of
-            the job cannot see it.
+    Returns the run directory on rank 0; None on other ranks or without `--model_path`.
     """
     os.chdir(args.working_folder())
     on_all(backend, lambda: setup_logging(args.model_path, backend.rank))
@@ -290,15 +285,10 @@ def labels_alone(
     backend: Backend,
     model: nn.Module,
 ) -> Callable[[int], int] | None:
-    """Choose if the model computes logits only at masked positions (`--mlm_positions`).
+    """Choose if the model computes logits only at masked positions (`--mlm_positions`). Raises UserError.
 
     Our BERT takes these positions. ModernBERT finds them by its labels (`sparse_prediction`), which this sets.
-
-    Returns:
-        The argument `most_labels` of `Loss`; None if logits are computed at all positions.
-
-    Raises:
-        UserError: `--mlm_positions labels`, but the model computes logits at all positions.
+    Returns the argument `most_labels` of `Loss`; None if logits are computed at all positions.
     """
     chosen = args.mlm_positions
     if chosen == "all" or args.distill_from is not None:
@@ -317,15 +307,9 @@ def labels_alone(
 
 
 def distilled_loss(args: PretrainingArgs, backend: Backend, student: nn.Module, kind: ModelKind, loss: Loss) -> Loss:
-    """Add knowledge distillation to a loss: the divergence from a teacher's predictions (`--distill_from`).
+    """Add the divergence from a teacher's predictions (`--distill_from`) to a loss, which is unchanged without one.
 
-    Without a teacher the loss is returned unchanged.
-
-    Args:
-        kind: kind of the student: "encoder", "encoder-decoder" or "decoder".
-
-    Raises:
-        UserError: the teacher cannot be loaded, or has another vocabulary or model kind than the student.
+    UserError for a teacher that cannot be loaded, or has another vocabulary or model kind than the student's `kind`.
     """
     if args.distill_from is None:
         return loss
@@ -345,13 +329,9 @@ def distilled_loss(args: PretrainingArgs, backend: Backend, student: nn.Module, 
 
 
 def save_tokenizer(args: ExperimentArgs, backend: Backend, save: Callable[[Path], object]) -> Path | None:
-    """Write the tokenizer to the run directory, from where checkpoints copy it.
+    """Write the tokenizer by `save` to the run directory, from where checkpoints copy it.
 
-    Args:
-        save: writes the tokenizer's files into a folder.
-
-    Returns:
-        The folder; None without `--model_path`.
+    Returns the folder; None without `--model_path`.
     """
     if args.model_path is None or args.validate_only:
         return None

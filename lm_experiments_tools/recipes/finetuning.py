@@ -103,21 +103,12 @@ def saved_task(args: FinetuningArgs, data: FinetuningData) -> dict[str, Any]:
 
 
 def write_task(folder: Path, task: Mapping[str, Any]) -> None:
-    """Write the settings of a fine-tuned task into a folder with weights, for later predictions.
-
-    Args:
-        folder: existing folder.
-        task: result of `saved_task`.
-    """
+    """Write the result of `saved_task` into an existing folder with weights, for later predictions."""
     write_atomic(folder / TASK_FILE, dump_json(dict(task)) + "\n")
 
 
 def show_inherited(args: FinetuningArgs, origins: Mapping[str, str]) -> None:
-    """Log the settings that this run takes over from the weights it starts from (see `models.inherited`).
-
-    Args:
-        origins: for each setting, where its value came from; returned by `cli.parse`.
-    """
+    """Log the settings that this run takes over from the weights it starts from (see `models.inherited`)."""
     for name, origin in origins.items():
         if origin.endswith((TASK_FILE, CONFIG)) and is_given(args, name):
             logger.info("--%s %s, as %s has it", name, getattr(args, name), origin)
@@ -132,15 +123,9 @@ def finetuning_loop(
     tokenizer: PreTrainedTokenizerBase,
     tokenizer_dir: Path | None = None,
 ) -> TrainingLoop:
-    """Build the loop that trains `model` on `data.train` and evaluates it with `args.metrics`.
+    """Build the loop that trains `model` on `data.train` and evaluates it with `args.metrics`. Raises UserError.
 
-    Args:
-        args: settings returned by `FinetuningArgs.resolved`.
-        optimizer: None if the loop only evaluates.
-        tokenizer_dir: folder with tokenizer files to copy into every checkpoint.
-
-    Raises:
-        UserError: the model does not support `--packing`, or a metric is not available.
+    `args` are those of `FinetuningArgs.resolved`. `optimizer` is None if the loop only evaluates.
     """
     if args.packing and data.train is not None:
         on_all(backend, lambda: check_packing(model, args))
@@ -197,13 +182,10 @@ def training_loop(
 
 
 def check_packing(model: nn.Module, args: FinetuningArgs) -> None:
-    """Check that examples which are packed into one row do not influence each other in `model`.
+    """Check that examples which are packed into one row do not influence each other in `model`. Raises UserError.
 
     One example is placed in three small rows, next to different examples; its logits must be equal. Call it before a
     backend shards the model. Weights on the meta device are not checked.
-
-    Raises:
-        UserError: the logits differ, or the model does not accept position and segment ids.
     """
     base = base_of(model)
     known, name = forward_names(model), type(base).__name__

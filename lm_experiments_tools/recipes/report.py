@@ -28,13 +28,9 @@ Predict = Callable[["TrainingLoop", Any, Mapping[str, Tensor]], tuple[Tensor, Te
 
 
 def write_report(trainer: TrainingLoop, vocabulary: Any, predict: Predict) -> None:
-    """Print losses and examples on rank 0, and write them to report.txt and loss.png of the run.
+    """Print losses and examples on rank 0, and write them to report.txt and loss.png of the run; collective.
 
-    Every worker calls it.
-
-    Args:
-        vocabulary: decodes ids by its `decode`.
-        predict: `written`, `continued` or `unmasked`.
+    `predict` is `written`, `continued` or `unmasked`.
     """
     rows: list[Any] = []
     if trainer.valid_dataloader is not None:
@@ -66,13 +62,7 @@ def _held_out(source: Any) -> list[dict[str, Tensor]]:
 
 
 class PredictedExamples:
-    """Collector of the first validation rows, which logs them with the model's predictions.
-
-    Args:
-        split: name of the data, such as "valid".
-        vocabulary: decodes token ids by its method `decode`.
-        number: number of rows to show.
-    """
+    """Collector of the first `number` validation rows, which logs them with the model's predictions."""
 
     def __init__(self, trainer: TrainingLoop, split: str, vocabulary: Any, number: int) -> None:
         self.trainer, self.split, self.vocabulary, self.number = trainer, split, vocabulary, number
@@ -112,22 +102,14 @@ def _predicted(
 
 
 def written(trainer: TrainingLoop, vocabulary: Any, row: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Generate an encoder-decoder's output for the input of a row.
-
-    Args:
-        row: entries of one validation example, such as `input_ids`.
-    """
+    """Generate an encoder-decoder's output for the input of a row of validation data."""
     source, target = _attended(row, "input_ids"), row["labels"][row["labels"] != IGNORED_LABEL]
     found = _generated(trainer, vocabulary, source, len(target) + 1)[1:]
     return source, target, found[(found == vocabulary.eos_id).cumsum(0) == 0]
 
 
 def continued(trainer: TrainingLoop, vocabulary: Any, row: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Generate a language model's continuation of the first half of a row.
-
-    Args:
-        row: entries of one validation example, such as `input_ids`.
-    """
+    """Generate a language model's continuation of the first half of a row."""
     text = row["labels"][row["labels"] != IGNORED_LABEL]
     given, rest = text[: len(text) // 2], text[len(text) // 2 :]
     if not trainer.step.split.has_decoder:
@@ -140,11 +122,7 @@ def continued(trainer: TrainingLoop, vocabulary: Any, row: Mapping[str, Tensor])
 
 
 def unmasked(trainer: TrainingLoop, vocabulary: Any, row: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a row's ids, and the true and the predicted ids at its masked positions, by a masked language model.
-
-    Args:
-        row: entries of one validation example, with `labels` at masked positions.
-    """
+    """Return a row's ids, and the true and the predicted ids at its masked positions, by a masked language model."""
     model, device = trainer.backend.model, trainer.backend.device
     ids, labels = (_attended(row, name) for name in ("input_ids", "labels"))
     inputs = {"input_ids": ids[None].to(device)}

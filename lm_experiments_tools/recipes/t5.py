@@ -123,8 +123,7 @@ class T5Pretraining(Pretraining):
 def pretraining_metrics(batch: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
     """Count correctly generated target tokens, position by position, for the metric `generation_accuracy`.
 
-    Returns:
-        {"generation_accuracy": (number correct, number of all)}; empty without `--use_generate_on_valid`.
+    Returns {"generation_accuracy": (number correct, number of all)}; empty without `--use_generate_on_valid`.
     """
     if "generation_outputs" not in outputs:
         return {}
@@ -170,11 +169,7 @@ def check_model(args: T5PretrainingArgs, model: ModelSource, vocabulary_size: in
 
 
 def check_causality(args: T5PretrainingArgs, model: nn.Module, num_tokens: int = 8) -> None:
-    """Check that a decoder's prediction at the first position does not depend on later tokens. Raises UserError.
-
-    Args:
-        num_tokens: length of the tested input.
-    """
+    """Check that a decoder's prediction at the first position does not depend on later tokens. Raises UserError."""
     if "decoder" not in args.objective().models or getattr(model.config, "is_encoder_decoder", False):
         return
     ids = torch.arange(num_tokens)[None]
@@ -195,14 +190,7 @@ def pretraining_data(
 ) -> PretrainingData:
     """Open training and validation data. Raw text is tokenized first, by one worker of each machine.
 
-    Every worker must call this function.
-
-    Args:
-        sources: vocabulary and token files.
-        model_kind: "encoder", "encoder-decoder" or "decoder".
-
-    Raises:
-        UserError: data is missing, empty or damaged, or the objective does not support the settings.
+    Every worker must call this function. Raises UserError.
     """
     vocabulary = sources.vocabulary
     if args.through_seqio():

@@ -73,11 +73,7 @@ class EvaluateArgs(FinetuningArgs, CheckpointsArgs):
 
 
 def run(args: EvaluateArgs, origins: Mapping[str, str]) -> None:
-    """Print the metrics of each model, and a table of all at the end.
-
-    Args:
-        origins: for each setting, where its value came from; returned by `cli.parse`.
-    """
+    """Print the metrics of each model, and a table of all at the end."""
     given = {field.name: getattr(args, field.name) for field in fields(args) if origins[field.name] != DEFAULT}
     rows: list[Row] = []
     try:

@@ -77,11 +77,7 @@ SCRIPTS = {"pretrain-t5": InspectT5Args, "pretrain-bert": InspectBertArgs, "fine
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `lmtools inspect`; returns the exit code. Raises UserError.
-
-    Args:
-        argv: name of a training script, then its flags.
-    """
+    """Run `lmtools inspect` with the name of a script and its flags; returns the exit code. Raises UserError."""
     script, args, _ = parse_flags_of_script("inspect", argv, SCRIPTS, __doc__)
     show(script, args)
     return 0

@@ -40,11 +40,7 @@ _DOCUMENTS_AT_ONCE = 64
 
 
 def t5_sections(args: Any) -> Iterator[Section]:
-    """Describe each data path of T5 pre-training, then the training examples made from all of them.
-
-    Returns:
-        Iterator over sections (title, facts, samples): facts are (name, value) lines, samples are printed examples.
-    """
+    """Describe each data path of T5 pre-training, then the training examples made from all of them."""
     args = replace(args, valid_data_path=None, validate_only=False)
     data = T5Sources(args)
     os.chdir(args.working_folder())
@@ -128,11 +124,7 @@ def _t5_training(args: Any, sources: list[TokenSource], data: T5Sources, scratch
 
 
 def bert_sections(args: Any) -> Iterator[Section]:
-    """Change to `--working_dir`; describe each data path of BERT pre-training, then the examples made from all.
-
-    Returns:
-        Iterator over sections (title, facts, samples): facts are (name, value) lines, samples are printed examples.
-    """
+    """Change to `--working_dir`; describe each data path of BERT pre-training, then the examples made from all."""
     os.chdir(args.working_folder())
     tokenizer, sources = bert_tokenizer(args), []
     with tempfile.TemporaryDirectory() as folder:

@@ -31,11 +31,7 @@ class TokenSource:
 def open_source(path: str, tokens: IndexedDataset, args: Any, scratch: Path) -> TokenSource:
     """Select the documents of a data path that `lmtools inspect` describes: the first `args.documents`, or all.
 
-    Args:
-        scratch: folder to which the first documents are copied.
-
-    Raises:
-        UserError: all are inspected, and the file differs from its recorded sha256.
+    The first ones are copied to the folder `scratch`. UserError if the whole file differs from its recorded sha256.
     """
     if args.documents is None or args.documents >= tokens.num_documents:
         tokens.check_content()
@@ -66,11 +62,7 @@ def percentiles(lengths: np.ndarray) -> dict[str, int]:
 
 
 def token_facts(source: TokenSource, has_sentences: bool = False) -> Facts:
-    """Describe the documents, tokens and lengths of a token file.
-
-    Args:
-        has_sentences: True if the sequences of a document are sentences, to describe their lengths too.
-    """
+    """Describe documents, tokens and lengths of a token file, also of sentences if its sequences are such."""
     tokens = source.tokens
     lengths, sizes = document_lengths(tokens)
     text = ""

@@ -94,11 +94,8 @@ def _run(name: str, argv: list[str]) -> int:
 def with_names(argv: list[str], flags: str | tuple[str, str]) -> list[str]:
     """Insert the flags of words that the user wrote without one.
 
-    `RUN "a text"` becomes `--from_pretrained RUN --text "a text"`.
-
-    Args:
-        argv: the command's words.
-        flags: the flag for all words without one, or a pair: the flag for the first word and that for the others.
+    `RUN "a text"` becomes `--from_pretrained RUN --text "a text"`. `flags` is the flag for all of them, or a pair: the
+    flag for the first word and that for the others.
     """
     names = [flags] if isinstance(flags, str) else list(flags)
     words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))

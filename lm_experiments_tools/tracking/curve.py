@@ -25,12 +25,7 @@ def new_figure(width: float, height: float) -> Any:
 def plot_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], png: Path) -> None:
     """Draw the losses of runs in one picture: of training as lines, of validation dashed.
 
-    Args:
-        runs: name of each run -> its records, as in metrics.jsonl.
-        png: picture to write.
-
-    Raises:
-        UserError: matplotlib is missing, or no run has a loss.
+    `runs` maps names to records of metrics.jsonl. UserError without matplotlib or losses.
     """
     figure = new_figure(8, 4.8)
     axes = figure.subplots()

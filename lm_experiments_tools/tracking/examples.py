@@ -18,11 +18,9 @@ def show_examples(split: str, examples: Sequence[Mapping[str, Any]]) -> None:
 
 
 def example_lines(split: str, example: Mapping[str, Any]) -> list[str]:
-    """Format a validation example as lines of text: its name, then one indented line for each value.
+    """Format a validation example as lines of text: its name ("id"), then one indented line for each value.
 
-    Args:
-        split: name of the data, such as "valid".
-        example: "id" is the example's name, "references" a list.
+    "references" is a list, with a line for each.
     """
     lines = [f"{split} example {example['id']}"]
     for name, value in list(example.items())[1:]:

@@ -108,13 +108,8 @@ class RunDirectory:
     ) -> None:
         """Write settings, code version, command line and environment of the run, each time its job is started.
 
-        The first start writes config.json, a restart writes config.1.json, the next one config.2.json.
-
-        Args:
-            args: all arguments, name -> value.
-            origins: name -> where the value came from; these become comments in config.yaml.
-            model_config: the model's configuration.
-            world_size: number of workers; None if unknown.
+        The first start writes config.json, a restart writes config.1.json, the next one config.2.json. Origins of
+        arguments become comments in config.yaml. `world_size` is the number of workers, if known.
         """
         config, start = dict(args), _starts(self.path)
         config["ENV"] = {name: os.environ.get(name, "") for name in _ENVIRONMENT}
@@ -140,19 +135,9 @@ class RunDirectory:
         world_size: int | None = None,
         harmless: Collection[str] = (),
     ) -> dict[str, tuple[Any, Any]]:
-        """Compare this job's arguments with those recorded for the run in this directory.
+        """Compare this job's arguments with those recorded for the run in this directory; returns `differences`.
 
-        Args:
-            args: all arguments, name -> value.
-            resume: log differences instead of raising.
-            world_size: number of workers. If known, only the global batch size must agree, not how it is split.
-            harmless: names of arguments that may differ.
-
-        Returns:
-            name -> (recorded, new) for arguments that differ; empty for a new run.
-
-        Raises:
-            UserError: arguments differ and `resume` is False.
+        UserError if any differ, unless `resume` logs them. With a `world_size` only the global batch size must agree.
         """
         before = settings_in_use(self.path)
         if before is None:
@@ -166,13 +151,11 @@ class RunDirectory:
 def claim_run(args: TrainerArgs, world_size: int | None, *, once_more: bool = False) -> RunDirectory:
     """Open and lock the run directory `args.model_path`, and compare its settings. Call it on rank 0.
 
+    UserError for other settings, a process that still writes there, or a service of `--log_to` that is not installed.
+
     Args:
         world_size: number of workers, to compare global batch sizes; None compares the flags of the batch.
         once_more: with `--resume PATH`, do not log the differing settings again.
-
-    Raises:
-        UserError: the directory holds a run with other settings, or a process still writes to it, or a service of
-            `--log_to` is not installed.
     """
     run = RunDirectory(args.model_path)
     run.claim()
@@ -191,13 +174,7 @@ def check_script(run_dir: Path, before: Mapping[str, Any], args: Mapping[str, An
 
 
 def refuse_or_report(run_dir: Path, differing: Mapping[str, tuple[Any, Any]], *, resume: bool) -> None:
-    """Log the settings that differ from the recorded ones if the run resumes, otherwise raise UserError.
-
-    Args:
-        run_dir: the run directory.
-        differing: name -> (recorded, new); nothing happens if it is empty.
-        resume: True if the run resumes.
-    """
+    """Log the settings that differ, name -> (recorded, new), if the run resumes, otherwise raise UserError."""
     if not differing:
         return
     follow = INHERITED if "from_pretrained" in differing else ()
@@ -209,16 +186,10 @@ def refuse_or_report(run_dir: Path, differing: Mapping[str, tuple[Any, Any]], *,
 
 
 def settings_in_use(run_dir: Path) -> dict[str, Any] | None:
-    """Read the settings with which a run trains, from its run directory.
+    """Read the settings with which a run trains, from its run directory. Raises UserError.
 
     A restarted run records its settings each time. These are the newest ones with which it trained, so a later job
-    with `--validate_only` does not count.
-
-    Returns:
-        The recorded settings; None if the directory has no checkpoints and no metrics.
-
-    Raises:
-        UserError: config.json cannot be read.
+    with `--validate_only` does not count. None if the directory has no checkpoints and no metrics.
     """
     metrics = run_dir / "metrics.jsonl"
     if not any((run_dir / "checkpoints").glob("*")) and not (metrics.exists() and metrics.stat().st_size > 0):
@@ -297,12 +268,7 @@ class ConsoleHandler(logging.StreamHandler):
 
 
 def config_yaml(args: Mapping[str, Any], origins: Mapping[str, str]) -> str:
-    """Write a run's arguments as a YAML file for `--config`, one argument a line.
-
-    Args:
-        args: name -> value.
-        origins: name -> where the value came from, written as a comment after the value.
-    """
+    """Write a run's arguments as a YAML file for `--config`, one a line, with their origins as comments."""
     import yaml
 
     lines = []
@@ -373,11 +339,7 @@ def differences(
     """Compare two sets of recorded settings; returns name -> (recorded, new) for those in both that differ.
 
     If both have a WORLD_SIZE, and `--reproducible` is off, `global_batch_size` is compared instead of its factors.
-
-    Args:
-        before: recorded settings, as config.json has them.
-        now: new settings.
-        harmless: names of settings that may differ.
+    Settings named in `harmless` may differ.
     """
     then = dict(before)
     now = {name: to_jsonable(value) for name, value in now.items()}

@@ -192,13 +192,7 @@ class ConsoleLine:
         self._first: tuple[int, float] | None = None
 
     def report(self, split: str, step: int, metrics: dict[str, float], numbers: dict[str, Any]) -> None:
-        """Log one line of metrics to the console; nothing if `metrics` is empty.
-
-        Args:
-            split: name of the data, such as "train".
-            metrics: means over the data.
-            numbers: other numbers, such as lr and tokens_per_second.
-        """
+        """Log one line of means over the data `split` and of other numbers, such as lr; nothing without means."""
         if metrics:
             logger.info(self.format(split, step, metrics, numbers))
 
