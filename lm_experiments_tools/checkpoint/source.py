@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from lm_experiments_tools.checkpoint.manifest import (
     INDEXES,
@@ -35,8 +34,6 @@ LABELS_FILE = "label_names.json"  # next to the adapter of a classifier: config.
 KINDS = ("model_type", "task")
 TASK_FILE = "finetuning_task.json"  # next to fine-tuned weights: the task and its settings
 _FILES = (".pth", ".bin", ".safetensors", ".model", ".json", ".txt")  # suffixes that no name on the Hub has
-_TRIES = 10  # to read a checkpoint of a running job, which removes old ones
-T = TypeVar("T")
 _TOKENIZER_FILES = ("*token*", "vocab.txt", "spiece.model")
 TOKENIZER_FILES = (*_TOKENIZER_FILES, CONFIG, "vocab.json", "merges.txt")  # on the Hub
 # transformers' names, in the order in which it looks for them
@@ -263,30 +260,6 @@ def find_base(adapter: Source) -> Source:
     if base.is_adapter:
         raise UserError(f"{adapter.name} was trained on another adapter, {base.name}: merge that one first.")
     return base
-
-
-def on_newest(name: str, read: Callable[[], T]) -> T:
-    """Read from the checkpoint of a run that may still be training, and retry if the run replaces the checkpoint.
-
-    Args:
-        name: the run directory.
-        read: opens the run directory and returns a result.
-
-    Raises:
-        UserError, OSError: those of `read`.
-    """
-
-    def linked() -> list[str]:
-        return [os.path.realpath(named_checkpoint(Path(name) / link)) for link in ("best", "last")]
-
-    for _ in range(_TRIES - 1):
-        before = linked()
-        try:
-            return read()
-        except (UserError, OSError):
-            if linked() == before:
-                raise
-    return read()
 
 
 class ModelFiles:

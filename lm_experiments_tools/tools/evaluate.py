@@ -89,14 +89,14 @@ def run(args: EvaluateArgs, origins: Mapping[str, str]) -> None:
 
 def _on_data(args: EvaluateArgs, given: Mapping[str, Any]) -> Iterator[Row]:
     """A row for each model and split."""
-    from lm_experiments_tools.checkpoint.source import find_source, on_newest
+    from lm_experiments_tools.checkpoint.source import find_source
 
     for name in args.checkpoints:
-        on_newest(name, lambda name=name: find_source(name, "--checkpoints"))
+        find_source(name, "--checkpoints")
     own = {field.name for field in fields(CheckpointsArgs)}
     settings = {name: value for name, value in given.items() if name not in own}
     for name in args.checkpoints:
-        yield from on_newest(name, lambda name=name: _evaluated(name, settings))
+        yield from _evaluated(name, settings)
 
 
 def _evaluated(name: str, settings: Mapping[str, Any]) -> list[Row]:
@@ -112,8 +112,7 @@ def _evaluated(name: str, settings: Mapping[str, Any]) -> list[Row]:
 
 
 def _by_suite(args: EvaluateArgs, given: Mapping[str, Any]) -> Iterator[Row]:
-    """A row for each checkpoint; for a run that has removed them all meanwhile, one for its newest."""
-    from lm_experiments_tools.checkpoint.source import on_newest
+    """A row for each checkpoint."""
     from lm_experiments_tools.tools.suites import Suite, checkpoints_of, measured
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "HOROVOD_RANK" in os.environ:
@@ -124,18 +123,12 @@ def _by_suite(args: EvaluateArgs, given: Mapping[str, Any]) -> Iterator[Row]:
     settings = {name: given[name] for name in ("num_fewshot", "limit") if name in given}
     suite = Suite(args.suite, args.tasks, settings, args.eval_batch_size or 8, args.model_cls)
     suite.check()
-    for run, names in [(run, checkpoints_of(run)) for run in args.checkpoints]:
-        num_removed = 0
-        for name in names:
-            try:
-                yield {"checkpoint": name, **measured(name, suite)}
-            except (UserError, OSError):
-                if Path(name).exists() or names == [run]:
-                    raise
-                num_removed += 1
-                logger.warning("%s is left out: its run has removed it meanwhile", name)
-        if num_removed == len(names):
-            yield {"checkpoint": run, **on_newest(run, lambda run=run: measured(run, suite))}
+    for name in [name for run in args.checkpoints for name in checkpoints_of(run)]:
+        # A run that still trains may have removed it since the list was made.
+        if Path(name).parent.name == "checkpoints" and not Path(name).exists():
+            logger.warning("%s is left out: its run has removed it meanwhile", name)
+            continue
+        yield {"checkpoint": name, **measured(name, suite)}
 
 
 def table(rows: Sequence[Row], texts: Sequence[str] = ("checkpoint", "split")) -> list[str]:

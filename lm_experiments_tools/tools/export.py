@@ -68,14 +68,12 @@ def check_shard_size(size: str) -> None:
 
 def run(args: ExportArgs) -> None:
     """Export a model as the flags say, and print what was written."""
-    from lm_experiments_tools.checkpoint.source import on_newest
-
     if args.to is not None:
-        on_newest(args.from_pretrained, lambda: _to_hub(args, Path(args.to)))
+        _to_hub(args, Path(args.to))
     if args.push_to_hub is not None:
         _upload(args.push_to_hub, args.to)
     if args.output is not None:
-        on_newest(args.from_pretrained, lambda: _to_onnx(args, Path(args.output)))
+        _to_onnx(args, Path(args.output))
 
 
 def _to_hub(args: ExportArgs, folder: Path) -> None:

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,24 +88,20 @@ class GenerateArgs:
 def run(args: GenerateArgs) -> None:
     """Print the model's output for each text, batch by batch."""
     texts = _texts(args)
-    from lm_experiments_tools.checkpoint.source import on_newest
-
     out = sys.stdout
     with redirect_stdout(sys.stderr):  # libraries print when they are imported
-        for answer in on_newest(args.from_pretrained, lambda: _started(args, texts)):
+        for answer in _all_answers(args, texts):
             is_utf8 = out.encoding.lower() in ("utf-8", "utf8")
             print(json.dumps(answer, ensure_ascii=not is_utf8) if args.json else _shown(answer), file=out, flush=True)
 
 
-def _started(args: GenerateArgs, texts: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """All outputs. The first is computed here, so that a checkpoint that is pruned meanwhile is noticed here."""
+def _all_answers(args: GenerateArgs, texts: Sequence[str]) -> Iterator[dict[str, Any]]:
     import torch
 
     from lm_experiments_tools.checkpoint.source import find_source
 
     torch.manual_seed(args.seed)
-    found = (_fine_tuned if find_source(args.from_pretrained).task else _answers)(args, texts)
-    return chain([next(found)], found)
+    return (_fine_tuned if find_source(args.from_pretrained).task else _answers)(args, texts)
 
 
 def _texts(args: GenerateArgs) -> list[str]:

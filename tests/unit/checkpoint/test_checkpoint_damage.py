@@ -15,7 +15,7 @@ import torch
 from lm_experiments_tools.checkpoint import manifest, saving
 from lm_experiments_tools.checkpoint.finding import find_newest_valid, find_resume
 from lm_experiments_tools.checkpoint.manifest import CheckpointDamaged, verify
-from lm_experiments_tools.checkpoint.source import find_source, on_newest
+from lm_experiments_tools.checkpoint.source import find_source
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.saved import open_saved
 from tests.helpers.checkpoint_toys import random_t5, write
@@ -195,4 +195,4 @@ def test_a_link_that_leads_nowhere_is_no_run_that_begins(target, tmp_path):
         find_resume(str(tmp_path / "checkpoints"), None)
     (tmp_path / "last").symlink_to("last")
     with pytest.raises(UserError, match=r"config\.json"):
-        on_newest(str(tmp_path), lambda: find_source(str(tmp_path), "--from_pretrained"))
+        find_source(str(tmp_path), "--from_pretrained")
