@@ -14,11 +14,10 @@ from lm_experiments_tools.data.loader import ValidLoader
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.modules.inspection import forward_names
 from lm_experiments_tools.tracking.curve import plot_runs
-from lm_experiments_tools.tracking.examples import example_lines, show_examples
+from lm_experiments_tools.tracking.examples import example_lines
 from lm_experiments_tools.tracking.tracker import parse_record
 
 if TYPE_CHECKING:
-    from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.training.trainer import TrainingLoop
 
 NUM_EXAMPLES = 3
@@ -59,28 +58,6 @@ def _held_out(source: Any) -> list[dict[str, Tensor]]:
     numbers = np.unique(np.linspace(0, source.num_samples - 1, NUM_EXAMPLES).astype(np.int64))
     batch = source.dataset.batch(numbers)
     return _rows({name: torch.from_numpy(values) for name, values in batch.items()}, NUM_EXAMPLES)
-
-
-class PredictedExamples:
-    """Collector of the first `number` validation rows, which logs them with the model's predictions."""
-
-    def __init__(self, trainer: TrainingLoop, split: str, vocabulary: Any, number: int) -> None:
-        self.trainer, self.split, self.vocabulary, self.number = trainer, split, vocabulary, number
-        self.rows: list[dict[str, Tensor]] = []
-
-    def add(self, batch: Mapping[str, Any], outputs: Any) -> None:
-        """Collect the inputs and targets of the first rows."""
-        self.rows += _rows(batch, self.number - len(self.rows))
-
-    def reduce(self, backend: Backend) -> dict[str, float]:
-        """Predict the collected rows, and log those of rank 0 with the predictions.
-
-        Every worker predicts, because a sharded model needs all of them.
-        """
-        examples = _predicted(self.trainer, self.vocabulary, self.rows, written)
-        if backend.is_main:
-            show_examples(self.split, examples)
-        return {}
 
 
 def _rows(batch: Mapping[str, Any], number: int) -> list[dict[str, Tensor]]:

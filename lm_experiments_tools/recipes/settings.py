@@ -16,7 +16,6 @@ class RunSettings(TypedDict, total=False):
     input_seq_len: int
     target_seq_len: int
     tokenizer: str | None
-    show_valid_examples: int
     epochs: float | None
     base_model: str | None
     dropout_rate: float | None
@@ -137,6 +136,7 @@ class FineTuningSettings(RunSettings, total=False):
     metrics: Any
     bleu_tokenize: Literal["13a", "intl", "zh", "char", "none", "ja-mecab", "ko-mecab"] | None
     positive_label: str | None
+    show_valid_examples: int
     num_beams: int
     do_sample: bool
     temperature: float

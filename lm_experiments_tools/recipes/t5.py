@@ -23,7 +23,7 @@ from lm_experiments_tools.models.build import check_positions, check_vocabulary
 from lm_experiments_tools.modules.inspection import evaluated, forward_names
 from lm_experiments_tools.recipes.common import PretrainingData, distilled_loss, labels_alone, save_tokenizer
 from lm_experiments_tools.recipes.recipe import Pretraining
-from lm_experiments_tools.recipes.report import PredictedExamples, continued, unmasked, write_report, written
+from lm_experiments_tools.recipes.report import continued, unmasked, write_report, written
 from lm_experiments_tools.training.losses import MODEL_LOSS
 
 if TYPE_CHECKING:
@@ -93,14 +93,12 @@ class T5Pretraining(Pretraining):
         if args.task == "mlm":
             loss = replace(loss, most_labels=labels_alone(args, self.backend, model))
         takes_no_logits = "return_logits" in forward_names(model) and args.distill_from is None
-        number, vocabulary = args.show_valid_examples, self.data.vocabulary
         return {
             "batch_transform_fn": without_full_masks(model),
             "batch_metrics_fn": pretraining_metrics,  # none of logits, which modeling_t5 then need not hold whole
             "forward_kwargs": {"return_logits": False} if takes_no_logits else None,
             "generate_kwargs": {"do_sample": False},
             "loss": distilled_loss(args, self.backend, model, source.kind, loss),
-            "collect": (lambda split: PredictedExamples(self.trainer, split, vocabulary, number)) if number else None,
         }
 
     def metric_names(self, args: T5PretrainingArgs) -> Sequence[str]:
