@@ -81,11 +81,6 @@ _QUANTIZED = Ignored(
     "{quantize} makes weights that cannot be trained: add --peft lora (or another kind) or --validate_only",
     in_run=True,
 )
-_LOW_PRECISION = Ignored(
-    lambda args: not args.validate_only,
-    "{inference_dtype} makes weights that cannot be trained: add --validate_only, or train with --bf16 instead",
-    in_run=True,
-)
 _EVALUATION = Ignored(
     lambda args: args.measures_nothing(), "is about evaluation: add --valid_data_path or --test_data_path", in_run=True
 )
@@ -257,8 +252,6 @@ class MemoryArgs:
     quantize: Annotated[Literal["int8", "nf4", "fp4"] | None, _QUANTIZED] = None
     """Hold weights that nothing trains in 8 or 4 bits (bitsandbytes): the base model under --peft, or the whole one
     with --validate_only."""
-    inference_dtype: Annotated[Literal["bf16", "fp16"] | None, HARMLESS, _LOW_PRECISION] = None
-    """--validate_only: hold all weights (with --quantize what is not in fewer bits) in 16 bits. None: in 32."""
     device_map: str | None = None
     """Place layers on several devices: auto, balanced, sequential, or a JSON file {module: device}."""
     embeddings_on_cpu: bool = False
@@ -400,11 +393,6 @@ class FinetuningArgs(
     allow_pickle: Annotated[bool, _WEIGHTS_READ] = False
     keep_checkpoints: Annotated[int | None, _RUN_DIRECTORY] = 3
     resume: Annotated[str, _RUN_DIRECTORY] = "auto"
-
-    def precision_options(self) -> dict[str, Any]:
-        """Arguments of `backends.precision.get_precision`. bf16 weights run under autocast, for float32 losses."""
-        options = super().precision_options()
-        return {**options, "bf16": options["bf16"] or self.inference_dtype == "bf16"}
 
     def trim_to(self) -> int:
         """Multiple (in tokens) to which the width of a micro-batch is rounded up when padding columns are cut off."""

@@ -268,9 +268,9 @@ def show_run(
 def _precision(args: ExperimentArgs) -> str:
     """Precision of computation, and of the weights where it is lower."""
     options = args.precision_options()
-    held = [kind for kind in (getattr(args, "quantize", None), getattr(args, "inference_dtype", None)) if kind]
-    computed = "fp16" if options["fp16"] or "fp16" in held else "bf16" if options["bf16"] else "fp32"
-    return f"{computed}, weights held in {' and '.join(held)}" if held else computed
+    computed = "fp16" if options["fp16"] else "bf16" if options["bf16"] else "fp32"
+    held = getattr(args, "quantize", None)
+    return f"{computed}, weights held in {held}" if held else computed
 
 
 def seed_worker(seed: int, rank: int) -> None:

@@ -429,11 +429,9 @@ class FineTuner:
 
     def _refuse_few_bits(self, what: str) -> None:
         """Refuse to train or save weights of few bits."""
-        args = self.args
-        if args.inference_dtype is not None or (args.quantize is not None and not is_adapted(self.model)):
-            flag = "quantize" if args.inference_dtype is None else "inference_dtype"
+        if self.args.quantize is not None and not is_adapted(self.model):
             raise UserError(
-                f"{what}: {flag}={getattr(args, flag)!r} holds weights of few bits, for evaluate and predict alone."
+                f"{what}: quantize={self.args.quantize!r} holds weights of few bits, for evaluate and predict alone."
             )
 
     def _forget_data(self) -> None:

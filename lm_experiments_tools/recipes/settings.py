@@ -129,7 +129,6 @@ class FineTuningSettings(RunSettings, total=False):
     num_virtual_tokens: int
     prompt_init_text: str | None
     quantize: Literal["int8", "nf4", "fp4"] | None
-    inference_dtype: Literal["bf16", "fp16"] | None
     device_map: str | None
     embeddings_on_cpu: bool
     thresholds: Any
