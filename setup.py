@@ -10,7 +10,6 @@ ROOT = Path(__file__).parent
 CORE = [
     "huggingface_hub>=1",
     "numpy>=2.1,<3",
-    "packaging>=23.2",
     "protobuf>=7.36.1",  # sentencepiece 0.2.3 refuses an older one
     "psutil>=6.0",
     "pyyaml>=6.0",

@@ -4,11 +4,9 @@ import dataclasses
 import html
 import importlib
 import re
-import typing
 
 from lm_experiments_tools.config.cli import ConfigArgs
 from lm_experiments_tools.config.flags import Flag, describe, flags_of, help_texts
-from lm_experiments_tools.config.help import UNITS
 from lm_experiments_tools.names import resolve_name
 from lm_experiments_tools.tools.main import COMMANDS
 
@@ -31,12 +29,10 @@ def _cell(text: str) -> str:
 def _table(flags: dict[str, Flag], texts: dict[str, str]) -> str:
     rows = []
     for name, flag in flags.items():
-        numbers = {int, float} & {flag.annotation, *typing.get_args(flag.annotation)}
-        unit = f", {UNITS[name].replace('_', ' ')}" if numbers and name in UNITS else ""
         default = " ".join(map(str, flag.default)) if isinstance(flag.default, tuple) else str(flag.default)
         default = f"default `{default}`" if default else "default empty"
         default = "required" if flag.default is dataclasses.MISSING else default
-        rows.append(f"| `--{name}` | {describe(flag.annotation)}{unit}; {default} | {_cell(texts[name])} |")
+        rows.append(f"| `--{name}` | {describe(flag.annotation)}; {default} | {_cell(texts[name])} |")
     return HEAD + "\n".join(rows) + "\n"
 
 

@@ -81,11 +81,6 @@ _QUANTIZED = Ignored(
     "{quantize} makes weights that cannot be trained: add --peft lora (or another kind) or --validate_only",
     in_run=True,
 )
-_LOW_PRECISION = Ignored(
-    lambda args: not args.validate_only,
-    "{inference_dtype} makes weights that cannot be trained: add --validate_only, or train with --bf16 instead",
-    in_run=True,
-)
 _EVALUATION = Ignored(
     lambda args: args.measures_nothing(), "is about evaluation: add --valid_data_path or --test_data_path", in_run=True
 )
@@ -226,11 +221,6 @@ class PretrainedArgs:
     .pth or nanoT5 .bin file (these two with --model_cfg)."""
     tokenizer: str | None = None
     """Hugging Face tokenizer (name or folder) or a SentencePiece .model file. None: the one beside the weights."""
-    source_lang: Annotated[str | None, needs("model_type", "encoder-decoder")] = None
-    """mBART, NLLB, M2M100 and others that mark languages: the code of the sources' language, such as en_XX, eng_Latn
-    or en. None: the tokenizer's."""
-    target_lang: Annotated[str | None, needs("model_type", "encoder-decoder")] = None
-    """The code of the targets' language, with which generation begins. None: the tokenizer's."""
 
     def check(self) -> None:
         check_conflict(self, "from_pretrained", "init_checkpoint", "both name the weights to start from")
@@ -261,8 +251,6 @@ class MemoryArgs:
     quantize: Annotated[Literal["int8", "nf4", "fp4"] | None, _QUANTIZED] = None
     """Hold weights that nothing trains in 8 or 4 bits (bitsandbytes): the base model under --peft, or the whole one
     with --validate_only."""
-    inference_dtype: Annotated[Literal["bf16", "fp16"] | None, HARMLESS, _LOW_PRECISION] = None
-    """--validate_only: hold all weights (with --quantize what is not in fewer bits) in 16 bits. None: in 32."""
     device_map: str | None = None
     """Place layers on several devices: auto, balanced, sequential, or a JSON file {module: device}."""
     embeddings_on_cpu: bool = False
@@ -289,12 +277,11 @@ class EvaluationArgs:
     bleu_tokenize: Annotated[
         Literal["13a", "intl", "zh", "char", "none", "ja-mecab", "ko-mecab"] | None, HARMLESS, _OF_BLEU
     ] = None
-    """bleu: sacreBLEU's tokenizer; ja-mecab and ko-mecab need sacrebleu[ja] and sacrebleu[ko]. None: 13a, for
-    references without spaces zh (Chinese) or char."""
+    """bleu: sacreBLEU's tokenizer; ja-mecab and ko-mecab need sacrebleu[ja] and sacrebleu[ko]. None: 13a."""
     positive_label: Annotated[str | None, HARMLESS, needs("task", "classification")] = None
     """classification with two labels: the one that f1, precision and recall are about. None: the second."""
     show_valid_examples: Annotated[int, HARMLESS, NOT_NEGATIVE, _PREDICTION, _EVALUATION] = 0
-    """Examples, with their predictions, to print at every validation, in TensorBoard too."""
+    """Examples, with their predictions, to print at every validation."""
     num_beams: Annotated[int, HARMLESS, COUNT, _GENERATION, _EVALUATION] = 1
     """Beams of a beam search; 1 decodes greedily."""
     do_sample: Annotated[bool, HARMLESS, _GENERATION, _EVALUATION] = False
@@ -406,11 +393,6 @@ class FinetuningArgs(
     keep_checkpoints: Annotated[int | None, _RUN_DIRECTORY] = 3
     resume: Annotated[str, _RUN_DIRECTORY] = "auto"
 
-    def precision_options(self) -> dict[str, Any]:
-        """Arguments of `backends.precision.get_precision`. bf16 weights run under autocast, for float32 losses."""
-        options = super().precision_options()
-        return {**options, "bf16": options["bf16"] or self.inference_dtype == "bf16"}
-
     def trim_to(self) -> int:
         """Multiple (in tokens) to which the width of a micro-batch is rounded up when padding columns are cut off."""
         return self.pad_to_multiple_of or 1
@@ -442,14 +424,9 @@ class FinetuningArgs(
         return f"--lr is missing: --optimizer {self.optimizer} has no default for {self.peft or self.model_type}."
 
     def resolved(self, origins: Mapping[str, str] | None = None) -> "FinetuningArgs":
-        """Return the arguments with all values filled in that follow from others.
+        """Return the arguments with all values filled in that follow from others. Raises UserError.
 
-        Args:
-            origins: for each setting, where its value came from; returned by `cli.parse`. If both `--iters` and
-                `--epochs` are set, the one of the command line is used.
-
-        Raises:
-            UserError: no data is named, or both lengths are given in the same place.
+        If both `--iters` and `--epochs` are set, the one of the command line is used, by `origins` of the settings.
         """
         if not self.data_path and not self.validate_only:
             raise UserError("--data_path is missing: name the training data, such as train.jsonl or train.tsv.")
@@ -471,12 +448,7 @@ class FinetuningArgs(
         return {name: getattr(self, name) for name in SAVED if name not in ignored}
 
     def with_epochs(self, samples_per_epoch: int, world_size: int) -> "FinetuningArgs":
-        """Replace `--epochs` by `--iters`, and validate each epoch if no `--valid_interval` is given.
-
-        Args:
-            samples_per_epoch: training examples.
-            world_size: number of workers.
-        """
+        """Replace `--epochs` by `--iters`, and validate each epoch if no `--valid_interval` is given."""
         rows, changes = self.global_batch_size(world_size), {}
         if self.valid_interval is None and self.valid_data_path is not None:
             changes["valid_interval"] = max(1, round(samples_per_epoch / rows))

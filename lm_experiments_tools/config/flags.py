@@ -31,7 +31,6 @@ TRUE_WORDS = ("true", "yes", "on", "1")
 FALSE_WORDS = ("false", "no", "off", "0")
 NULL_WORDS = ("null", "none", "~", "")
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
-_ALWAYS_SHOWN = ("lr", "optimizer", "lr_scheduler", "batch_size", "gradient_accumulation_steps", "iters", "seed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +73,9 @@ class Ignored:
 
 
 def needs(flag: str, *values: str, reason: str | None = None) -> Ignored:
-    """Create the rule that a flag is refused unless another flag is given.
+    """Create the rule that a flag is refused unless another flag is given, or has one of `values`.
 
-    Args:
-        flag: the other flag.
-        values: values of which it must have one; without them it must only be given.
-        reason: rest of the error message; None writes one.
+    `reason` is the rest of the error message; None writes one.
     """
     if values:
         return Ignored(
@@ -214,22 +210,10 @@ def given_flags(args: object, *rules: Ignored) -> list[str]:
     return [name for name in found if any(rule in found[name] for rule in rules) and is_given(args, name)]
 
 
-def telling_settings(args: object) -> dict[str, Any]:
-    """Select the settings that describe a run in its summary.
-
-    These are the most important ones, and all that differ from their defaults.
-    """
-    always = [name for name in _ALWAYS_SHOWN if hasattr(args, name)]
-    given = [field.name for field in dataclasses.fields(args) if is_given(args, field.name)]
-    return {name: getattr(args, name) for name in dict.fromkeys([*always, *given])}
-
-
 def refuse_ignored(args: object, groups: Sequence[type] | None = None, *, in_run: bool = False) -> None:
-    """Refuse flags that the user gave and that have no effect. Raises UserError.
+    """Refuse flags of `groups` (None: all) that the user gave and that have no effect. Raises UserError.
 
-    Args:
-        groups: classes whose flags are checked; None: all.
-        in_run: apply only the rules marked `in_run`.
+    `in_run` applies only the rules marked `in_run`.
     """
     for name, rule in _rules(args, groups, Ignored):
         if rule.in_run == in_run and is_given(args, name) and rule.when(args):
@@ -237,12 +221,9 @@ def refuse_ignored(args: object, groups: Sequence[type] | None = None, *, in_run
 
 
 def check_groups(args: Any, groups: Sequence[type]) -> None:
-    """Check each flag's range, then call `check` of each group, then refuse flags without effect.
+    """Check each flag's range, then call `check` of each group, then refuse flags without effect. Raises UserError.
 
     From Python a whole number may be written 1e5; it becomes an int.
-
-    Raises:
-        UserError: a value out of range, or flags in conflict.
     """
     for name, flag in flags_of(type(args)).items():
         value, kinds = getattr(args, name), (flag.annotation, *typing.get_args(flag.annotation))
@@ -270,13 +251,6 @@ def _rules(args: object, groups: Sequence[type] | None, kind: type[Rule]) -> Ite
 
 
 def check_conflict(args: object, first: str, second: str, reason: str) -> None:
-    """Refuse two flags that exclude each other, if both are given.
-
-    Args:
-        reason: the error message.
-
-    Raises:
-        UserError: both flags are given.
-    """
+    """Raise UserError if two flags that exclude each other, for a `reason`, are both given."""
     if getattr(args, first) and getattr(args, second):
         raise UserError(f"--{first} and --{second} exclude each other: {reason}.")

@@ -28,40 +28,6 @@ ESSENTIAL = frozenset(
     gradient_accumulation_steps log_interval valid_interval save_interval resume config print_config dry_run
     """.split()
 )
-_FLAGS_OF_UNITS = {
-    "updates": "iters num_warmup_steps num_training_steps log_interval valid_interval save_interval profile "
-    "profile_after max_skipped_updates",
-    "tokens": "input_seq_len target_seq_len mean_noise_span_length max_sentence_length max_new_tokens min_new_tokens "
-    "min_document_length no_repeat_ngram_size pad_to_multiple_of num_virtual_tokens top_k",
-    "examples": "batch_size eval_batch_size valid_samples test_samples max_train_samples max_instances_per_task "
-    "max_instances_per_eval_task show_valid_examples data_maximum num_pos_examples num_neg_examples data_n_samples",
-    "micro_batches": "gradient_accumulation_steps",
-    "rows": "bucket_rows mix_rows mlm_prob_samples",
-    "lines": "max_bad_lines",
-    "epochs": "epochs data_n_epochs",
-    "workers": "virtual_ranks",
-    "seconds": "stall_timeout",
-    "checkpoints": "keep_checkpoints",
-    "validations": "early_stopping_patience lr_drop_patience lr_drop_cooldown",
-    "words": "max_ngram",
-    "processes": "data_n_workers",
-    "streams": "streams",
-    "beams": "num_beams",
-    "rank": "lora_r",
-    "rate": "lr lr_drop_min_lr lr_drop_eps",
-    "fraction": "warmup_ratio valid_fraction distill_weight dropout_rate lora_dropout noise_density mlm_prob "
-    "mlm_prob_end valid_mlm_prob mlm_probability mask_replace short_seq_prob max_unread lr_min_ratio thresholds top_p",
-    "factor": "lr_drop_factor lr_drop_threshold length_penalty repetition_penalty lora_alpha weight_decay temperature "
-    "data_temperature z_loss",
-    "norm": "clip_grad_norm",
-    "magnitude": "clip_grad_value",
-    "scale": "min_loss_scale max_loss_scale",
-    "weight": "data_weights",
-    "teraflops_a_second": "peak_tflops",
-    "number": "seed",
-}
-# Unit of each numeric flag.
-UNITS = {flag: unit for unit, flags in _FLAGS_OF_UNITS.items() for flag in flags.split()}
 
 
 def help_topic(argv: Sequence[str]) -> str | None:
@@ -75,17 +41,12 @@ def help_topic(argv: Sequence[str]) -> str | None:
 
 
 def help_text(args_class: type, files_class: type, topic: str, description: str | None, program: str) -> str:
-    """Return the text that `--help` prints.
+    """Return the text that `--help` prints. UserError for an unknown topic.
 
     Args:
         args_class: dataclass whose base classes are the groups.
         files_class: the group of flags about settings files, shown last.
         topic: "" for the essential flags, "all", or the name of a group or a flag.
-        description: first paragraphs; not shown for a single group.
-        program: name of the program in the usage line.
-
-    Raises:
-        UserError: no such group or flag.
     """
     flags, texts = flags_of(args_class, files_class), help_texts(args_class) | help_texts(files_class)
     groups = {_title(flag.group): flag.group for flag in flags.values()}
@@ -145,13 +106,13 @@ def _default(flag: Flag) -> str:
 
 
 def _metavar(flag: Flag) -> str:
-    """The words of a choice, the unit of a number, or the type."""
+    """The words of a choice, or the type."""
     options = [flag.annotation, *typing.get_args(flag.annotation)]
     choices = next((option for option in options if typing.get_origin(option) is typing.Literal), None)
     if choices is not None:
         return "{" + ",".join(map(str, typing.get_args(choices))) + "}"
     kind = next(option for option in options if option in (int, float, str))
-    return UNITS.get(flag.name, kind.__name__).upper() if kind is not str else "STR"
+    return kind.__name__.upper()
 
 
 def wrapped(text: str, width: int) -> str:

@@ -34,16 +34,10 @@ def lengths_in_tokens(args: Any) -> dict[str, Tokens]:
 
 
 def in_updates(args: Any, world_size: int) -> Any:
-    """Return the arguments with lengths in tokens replaced by optimizer updates, rounded up.
+    """Return the arguments with lengths in tokens replaced by optimizer updates, rounded up. Raises UserError.
 
-    One update has `global_batch_size` x `input_seq_len` tokens, padding included.
-
-    Args:
-        args: dataclass of a script's arguments. Options of `lr_scheduler_options` are replaced too.
-        world_size: number of workers.
-
-    Raises:
-        UserError: rows have no fixed length, or the new values conflict with other flags.
+    One update has `global_batch_size` x `input_seq_len` tokens, padding included. Options of `lr_scheduler_options`
+    are replaced too.
     """
     lengths, options = lengths_in_tokens(args), args.lr_scheduler_options
     in_tokens = [option for option in options if _TEXT.fullmatch(option.partition("=")[2])]

@@ -206,11 +206,7 @@ class ObjectiveArgs:
         return ObjectiveFacts(objective_class=self.task, models=models, reads=(*reads, "task_options"))
 
     def options_of_objective(self) -> dict[str, Any]:
-        """Return the arguments of the objective's class: its own flags or, for a user's, `--task_options`.
-
-        Raises:
-            UserError: a user's objective has no such option, or an option has another type.
-        """
+        """Return the arguments of the objective's class, flags or `--task_options`. Raises UserError."""
         options = read_options("task_options", self.task_options)
         if ":" not in self.task:
             flags = set(self.objective().reads) - _NO_PART_OF_EXAMPLES - {"target_seq_len"}

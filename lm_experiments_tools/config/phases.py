@@ -50,11 +50,7 @@ class PhaseArgs:
         phases_of(self)
 
     def check_origins(self, origins: Mapping[str, str]) -> None:
-        """Refuse `--iters` beside `--phases` if it is given, even as its default. Raises UserError.
-
-        Args:
-            origins: for each setting, where its value came from.
-        """
+        """Raise UserError for `--iters` beside `--phases` if it is given, even as its default."""
         if self.phases and origins["iters"] != DEFAULT:
             raise UserError(_TWO_LENGTHS)
 
@@ -76,13 +72,10 @@ def check_phased_run(args: Any) -> None:
 
 
 def phases_of(args: Any) -> list[Any]:
-    """Return the arguments of each phase: the run's arguments, overridden by the settings of the phase.
+    """Return the arguments of each phase: the run's, overridden by the settings of the phase. Raises UserError.
 
     `--phases "{iters: 900}" "{iters: 100, lr: 1e-5}"` gives two, with `iters` 900 and 100. Without `--phases` the
     result is [args].
-
-    Raises:
-        UserError: a phase is invalid. The message names its number.
     """
     if not getattr(args, "phases", ()):
         return [args]
@@ -98,12 +91,7 @@ def phases_of(args: Any) -> list[Any]:
 
 
 def may_change(args_class: type, name: str) -> bool:
-    """Return True if a phase may change this setting.
-
-    Args:
-        args_class: dataclass of the script's arguments.
-        name: a flag, "global_batch_size" or "model_config.NAME", as recorded in checkpoints.
-    """
+    """Return True if a phase may change a setting: a flag, "global_batch_size" or "model_config.NAME"."""
     flag = flags_of(args_class).get(name)
     is_own = flag is not None and name != "packing" and (name in _FLAGS or flag.group.__name__ in _GROUPS)
     return is_own or name == "global_batch_size" or name.startswith("model_config.")
@@ -138,15 +126,10 @@ def _as_length(key: yaml.Node, value: yaml.Node) -> tuple[yaml.Node, yaml.Node]:
 
 
 def timeline(args: Any, world_size: int, first_step: int = 0) -> Sequence[Any]:
-    """List the phases of a run with the optimizer step at which each one ends.
+    """List the phases of a run with the optimizer step at which each one ends, from `first_step` on.
 
     Returned are the arguments of each phase, whose `iters` is this step. Phases of 900 and 100 updates get `iters` 900
     and 1000. Lengths in tokens are converted to optimizer updates.
-
-    Args:
-        args: arguments of the run.
-        world_size: number of workers.
-        first_step: step at which the first phase starts.
     """
     found, end = [], first_step
     for phase in phases_of(args):

@@ -159,8 +159,6 @@ class DataArgs:
     of each worker, that make examples (None: a thread of the training process makes them)."""
     valid_samples: Annotated[int | None, HARMLESS, COUNT] = None
     """Validation examples to use, the same random ones each time. None: 512, or all with --validate_only."""
-    show_valid_examples: Annotated[int, HARMLESS, NOT_NEGATIVE, VALIDATION, _COMPARES_TARGETS] = 0
-    """Validation examples to print at every validation with what the model writes for them, in TensorBoard too."""
 
     def check(self) -> None:
         brings_data = isinstance(self, ObjectiveArgs) and self.is_registered_task()

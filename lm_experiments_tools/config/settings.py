@@ -22,15 +22,9 @@ class Setting(NamedTuple):
 def read_settings(
     items: Iterable[tuple[yaml.Node, yaml.Node]], flags: Mapping[str, Flag], origin_of: Callable[[yaml.Node], str]
 ) -> dict[str, Setting]:
-    """Convert the items of a YAML mapping to values of flags.
+    """Convert the (key, value) nodes of a YAML mapping to values of flags. Raises UserError.
 
-    Args:
-        items: (key, value) nodes.
-        flags: all flags by name.
-        origin_of: returns where a node was set ("run.yaml line 3"), for error messages.
-
-    Raises:
-        UserError: an unknown flag, a flag that is set twice, or a value of the wrong type.
+    `origin_of` returns where a node was set ("run.yaml line 3"), for error messages.
     """
     settings: dict[str, Setting] = {}
     for key, value in items:

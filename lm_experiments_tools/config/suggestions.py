@@ -98,10 +98,7 @@ def own_name(written: str, names: Mapping[str, Any]) -> str:
 def suggestion(written: str, names: Mapping[str, Any], prefix: str = "") -> str:
     """Return the end of the error message for an unknown flag or name: which existing one may be meant.
 
-    Args:
-        written: the unknown name.
-        names: the existing names, as keys.
-        prefix: put before names, such as "--".
+    `prefix` is put before names, such as "--".
     """
     wanted = written.strip("-").replace("-", "_").lower()
     foreign = {word: name for name, words in reversed(SYNONYMS.items()) if name in names for word in words.split()}

@@ -27,7 +27,6 @@ from lm_experiments_tools.config.flags import (
     given_flags,
     needs,
     refuse_ignored,
-    telling_settings,
 )
 from lm_experiments_tools.config.lengths import lengths_in_tokens
 from lm_experiments_tools.config.options import read_options
@@ -166,18 +165,14 @@ class RunArgs:
     def virtual_size(self, world_size: int) -> int:
         """Return the number of virtual data-parallel ranks, into which each batch is divided.
 
-        It is `--virtual_ranks` with `--reproducible elastic`, otherwise `world_size`.
-
-        Args:
-            world_size: number of workers.
+        It is `--virtual_ranks` with `--reproducible elastic`, otherwise `world_size`, the number of workers.
         """
         return self.virtual_ranks if self.reproducible == "elastic" else world_size
 
     def shares(self, world_size: int) -> int:
         """Number of virtual ranks of each of `world_size` workers; 1 unless `--reproducible elastic` is set.
 
-        Raises:
-            UserError: the workers do not divide the virtual ranks.
+        UserError if the workers do not divide the virtual ranks.
         """
         if (virtual := self.virtual_size(world_size)) % world_size:
             raise UserError(f"--virtual_ranks {virtual} is not a multiple of the {world_size} workers that run.")
@@ -420,10 +415,6 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
     def check_used(self) -> None:
         """Raise UserError for a flag without effect in a run of the script. `FineTuner` accepts such flags."""
         refuse_ignored(self, in_run=True)
-
-    def telling_settings(self) -> dict[str, Any]:
-        """The settings that describe a run in its summary; see `flags.telling_settings`."""
-        return telling_settings(self)
 
     def lacks_validation(self) -> bool:
         """True if a run with these arguments has no validation data."""

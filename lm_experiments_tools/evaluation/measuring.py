@@ -25,9 +25,7 @@ RESERVED = ("loss", "unknown_answers")  # values that are there without a metric
 def chosen_metrics(args: FinetuningArgs) -> dict[str, Metric]:
     """Return the metrics of `--metrics` by name; `module:function` is a user's function.
 
-    Raises:
-        UserError: two metrics define one value differently, a package is missing, or a user's function does not
-            exist or does not take predictions and references.
+    Raises UserError for metrics that define one value differently, a missing package, or an unsuitable function.
     """
     metrics = {name: _own(name) if is_own(name) else METRICS[name] for name in args.metric_names()}
     for (first, one), (second, other) in combinations(metrics.items(), 2):
@@ -89,13 +87,8 @@ def measured(
 ) -> dict[str, float]:
     """Compute a metric over all examples; returns its values by name.
 
-    Args:
-        name: the metric's name.
-        facts: values for keyword-only parameters of the metric's function, such as num_labels (see `Metric`).
-        known: names of values that other metrics have returned.
-
-    Raises:
-        UserError: a user's function returned anything but numbers, or a name in `known`.
+    `facts` are values for keyword-only parameters of the metric's function (see `Metric`). UserError for a user's
+    function that returns anything but numbers, or a name in `known`, the values of other metrics.
     """
     found = metric.function(predictions, references, **_asked(metric.function, facts))
     if metric.is_own:

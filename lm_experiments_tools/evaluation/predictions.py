@@ -1,7 +1,7 @@
 """Collect the predictions of an evaluation, compute metrics and write `folder`/{split}.jsonl.
 
-Each worker stores its predictions in a temporary file. At the end rank 0 gathers them from the workers, some at a
-time, sorts them by example, drops repeated examples and writes one line for each::
+At the end rank 0 gathers the predictions of all workers, sorts them by example, drops repeated examples and writes one
+line for each::
 
     {"id": "SJ1Xmf-Rb", "source": "Incremental class ...", "prediction": "We present ...", "references": ["..."]}
 
@@ -12,13 +12,11 @@ targets have references [] and are not scored by metrics that need references.
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
-from itertools import islice
+from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +30,7 @@ from lm_experiments_tools.data.examples.text_encoder import framing_ids
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.evaluation.answers import INVALID_NUMBER, LabelWords, number_in
 from lm_experiments_tools.evaluation.measuring import chosen_metrics, measured
-from lm_experiments_tools.files import dump_json, naming, replacing
+from lm_experiments_tools.files import dump_json, replacing
 from lm_experiments_tools.metrics.labels import UNKNOWN
 from lm_experiments_tools.tracking.examples import show_examples
 
@@ -41,9 +39,7 @@ if TYPE_CHECKING:
     from lm_experiments_tools.config.finetuning import FinetuningArgs
     from lm_experiments_tools.data.examples.examples import Example
 
-PIECE_BYTES = 1 << 20  # of lines that a worker sends at once
 Value = str | int | float | list[int]  # a text, a label's number, a number, the numbers of all labels that apply
-_log_examples = partial(show_examples, tracker=None, step=0)
 
 
 class TextDecoder:
@@ -89,44 +85,6 @@ class TextDecoder:
         return ((token_ids >= 0) & (token_ids != self.pad_id)).sum(-1).tolist()
 
 
-class StoredAnswers(Sequence):
-    """Predictions of all examples of an evaluation, stored in a temporary file to save memory.
-
-    Args:
-        number: number of examples.
-        folder: folder of the file; None uses the system's temporary folder.
-
-    Attributes:
-        num_tokens: int64[number], generated tokens of each example.
-    """
-
-    def __init__(self, number: int, folder: Path | None) -> None:
-        self.file = tempfile.TemporaryFile(dir=folder)
-        self.places = np.full(number, -1, np.int64)
-        self.num_tokens = np.zeros(number, np.int64)
-
-    def put(self, example: int, answer: Value, num_tokens: int) -> None:
-        """Store the prediction of an example; a second one for the same example is ignored.
-
-        Call this method before the first prediction is read.
-
-        Args:
-            example: index of the example.
-            answer: the prediction: text, a number, a label or labels.
-            num_tokens: number of generated tokens.
-        """
-        if self.places[example] < 0:
-            self.places[example], self.num_tokens[example] = self.file.tell(), num_tokens
-            self.file.write(json.dumps(answer).encode() + b"\n")
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, example: int) -> Value:
-        self.file.seek(self.places[example])
-        return json.loads(self.file.readline())
-
-
 class Predictions:
     """Collect the predictions of one evaluation and compute its metrics.
 
@@ -137,7 +95,6 @@ class Predictions:
         decode: decodes generated tokens; only for models that generate.
         label_names: names of the classes by index.
         folder: folder of the predictions file; None writes none.
-        show: called with (split, examples) to show a few examples; logs them by default.
         label_words: text that a generating model writes for each label; by default `--label_words` or the names.
 
     Raises:
@@ -153,10 +110,8 @@ class Predictions:
         decode: TextDecoder | None = None,
         label_names: Sequence[str] = (),
         folder: Path | None = None,
-        show: Callable[[str, list[dict[str, Any]]], None] = _log_examples,
         label_words: Sequence[str] = (),
     ) -> None:
-        self.show = show
         self.args, self.split, self.examples, self.decode = args, split, examples, decode
         self.label_names, self.folder = tuple(label_names), folder
         self.generates, self.task = args.needs_generation(), args.task
@@ -169,7 +124,8 @@ class Predictions:
         self.label_of = LabelWords(words) if self.task == "classification" and self.generates else None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-        self.lines = tempfile.TemporaryFile(dir=folder)  # of this worker
+        # Of this worker: the index of an example, its prediction and the number of generated tokens.
+        self.rows: list[tuple[int, Value, int]] = []
 
     def _check_ids(self) -> None:
         names = Counter(example.name for example in self.examples)
@@ -197,9 +153,7 @@ class Predictions:
             outputs: "generation_outputs", int64[rows, length] without a decoder's prompt, or "logits", float[rows,
                 labels] (regression: [rows, 1]).
         """
-        rows = zip(batch["example"].tolist(), *self._values(outputs), strict=True)
-        with naming(self.folder or tempfile.gettempdir()):
-            self.lines.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+        self.rows += zip(batch["example"].tolist(), *self._values(outputs), strict=True)
 
     def _values(self, outputs: Mapping[str, Any]) -> tuple[list[Value], list[int]]:
         if self.generates:
@@ -214,28 +168,20 @@ class Predictions:
     # ---- at its end
     def reduce(self, backend: Backend) -> dict[str, float]:
         """Gather all predictions, write the file and return the metrics. Every worker must call it."""
-        with naming(self.folder or tempfile.gettempdir()):
-            answers = self._gathered(backend)
-        with answers.file:
-            return on_main(backend, lambda: self._finish(answers))
+        found: dict[int, tuple[Value, int]] = {}
+        # Of repeated examples, which fill up the last batches of workers, the first counts.
+        for example, answer, num_tokens in chain.from_iterable(backend.gather(self.rows)):
+            found.setdefault(example, (answer, num_tokens))
+        return on_main(backend, lambda: self._finish(found))
 
-    def _gathered(self, backend: Backend) -> StoredAnswers:
-        """The answer for every example, on rank 0; of repeated ones the first."""
-        found = StoredAnswers(len(self.examples) if backend.is_main else 0, self.folder)
-        self.lines.seek(0)
-        while any(pieces := backend.gather(self.lines.readlines(PIECE_BYTES))):
-            for line in (line for piece in pieces for line in piece) if backend.is_main else ():
-                found.put(*json.loads(line))
-        self.lines.close()
-        return found
-
-    def _finish(self, answers: StoredAnswers) -> dict[str, float]:
-        absent = np.flatnonzero(answers.places < 0)
-        if absent.size:
+    def _finish(self, found: Mapping[int, tuple[Value, int]]) -> dict[str, float]:
+        absent = [example.name for number, example in enumerate(self.examples) if number not in found]
+        if absent:
             raise RuntimeError(
-                f"{len(absent)} of {len(answers)} examples of {self.split} were not predicted, the first is "
-                f"{self.examples[absent[0]].name}"
+                f"{len(absent)} of {len(self.examples)} examples of {self.split} were not predicted, the first is "
+                f"{absent[0]}"
             )
+        answers, num_tokens = zip(*(found[number] for number in range(len(self.examples))), strict=True)
         values, predictions = {}, answers
         if self.generates and self.task == "classification":
             predictions = [self.label_of(answer) for answer in answers]
@@ -248,7 +194,7 @@ class Predictions:
             predictions = list(answers)
         self._write(answers, predictions)
         self._show(answers, predictions)
-        return self._measure(predictions, answers.num_tokens) | values
+        return self._measure(predictions, np.array(num_tokens)) | values
 
     def _measure(self, predictions: Sequence[Any], num_tokens: np.ndarray) -> dict[str, float]:
         facts = {
@@ -315,7 +261,7 @@ class Predictions:
         number = min(self.args.show_valid_examples, len(self.examples))
         chosen = {index * len(self.examples) // number for index in range(number)}
         records = enumerate(self._records(answers, predictions) if chosen else ())
-        self.show(self.split, [record for index, record in records if index in chosen])
+        show_examples(self.split, [record for index, record in records if index in chosen])
 
 
 def decoded_targets(examples: Sequence[Example], decode: TextDecoder) -> list[Example]:
@@ -325,11 +271,7 @@ def decoded_targets(examples: Sequence[Example], decode: TextDecoder) -> list[Ex
 
 
 def thresholds_of(args: FinetuningArgs, label_names: Sequence[str]) -> tuple[float, ...]:
-    """Return the probability from which each label is predicted (`--thresholds`), one value for each label.
-
-    Raises:
-        UserError: the number of values is wrong.
-    """
+    """Return the probability from which each label is predicted (`--thresholds`). Raises UserError."""
     if args.task == "multi_label" and len(args.thresholds) not in (1, len(label_names)):
         raise UserError(
             f"--thresholds has {len(args.thresholds)} values, and there are {len(label_names)} labels "
@@ -339,11 +281,7 @@ def thresholds_of(args: FinetuningArgs, label_names: Sequence[str]) -> tuple[flo
 
 
 def positive_label_of(args: FinetuningArgs, label_names: Sequence[str]) -> int:
-    """Return the index of the label that f1, precision and recall are about (`--positive_label`); of two labels only.
-
-    Raises:
-        UserError: there is no such label, or there are not two.
-    """
+    """Return the index of the label that f1, precision and recall are about (`--positive_label`). Raises UserError."""
     if args.positive_label is None:
         return 1
     if len(label_names) != 2 or args.positive_label not in label_names:
@@ -355,11 +293,6 @@ def positive_label_of(args: FinetuningArgs, label_names: Sequence[str]) -> int:
 
 
 def labels_above(logits: Tensor, thresholds: Sequence[float]) -> list[list[int]]:
-    """Return for each row the indices of the labels whose probability reaches the threshold.
-
-    Args:
-        logits: float[rows, labels].
-        thresholds: one for each label, 0 to 1.
-    """
+    """Return for each row of `logits`, float[rows, labels], the labels whose probability reaches their threshold."""
     reached = logits.float().sigmoid() >= torch.tensor(thresholds, device=logits.device)
     return [row.nonzero().flatten().tolist() for row in reached]

@@ -1,8 +1,7 @@
 """The evaluation of Super-Natural-Instructions: ROUGE and exact match over all examples and for each task.
 
 Source: https://github.com/allenai/natural-instructions eval/automatic/evaluation.py and
-https://github.com/yizhongw/Tk-Instruct src/compute_metrics.py, default (English) track. Texts in other scripts than
-Latin are split by `words_of`; the cross-lingual track's tokenizer is GPT-2's.
+https://github.com/yizhongw/Tk-Instruct src/compute_metrics.py, default (English) track.
 """
 
 from __future__ import annotations

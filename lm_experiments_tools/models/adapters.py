@@ -74,11 +74,8 @@ def add_adapter(
 ) -> PeftModel:
     """Freeze a model and add a new adapter of the kind `--peft`, so that only the adapter is trained.
 
-    The adapter's random weights depend on `--seed` alone. Raises UserError if the adapter does not fit.
-
-    Args:
-        base_name: Hub name or folder of `model`, which is saved with the adapter; None if it has none.
-        new_weights: names of weights that were not loaded, such as a classifier's head, which are trained too.
+    The adapter's random weights depend on `--seed` alone. `new_weights` names weights that were not loaded, such as a
+    classifier's head, which are trained too. Raises UserError if the adapter does not fit.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(args.seed)

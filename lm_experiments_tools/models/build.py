@@ -19,7 +19,6 @@ from safetensors import SafetensorError
 from torch import nn
 
 from lm_experiments_tools.checkpoint.source import CONFIG
-from lm_experiments_tools.data.examples.text_encoder import frame_of
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import human_bytes, read_json
 from lm_experiments_tools.models.presets import find_config, read_model_settings
@@ -28,7 +27,7 @@ from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.names import allow_modules, nearest_names
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from lm_experiments_tools.checkpoint.source import Source
 
@@ -182,25 +181,8 @@ def set_decoder_start(model: nn.Module) -> None:
         holder.decoder_start_token_id = start
 
 
-def set_target_language(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let `generate` begin with the tokens that training gives a tokenizer's targets, if they mark a language.
-
-    mBART shifts the language from the end of its labels to the beginning; mBART-50, NLLB and M2M100 write it first.
-    """
-    if not hasattr(tokenizer, "set_tgt_lang_special_tokens") or not model.config.is_encoder_decoder:
-        return
-    if shift := getattr(model, "prepare_decoder_input_ids_from_labels", None):
-        labels = torch.tensor([tokenizer(text_target="a")["input_ids"]])
-        model.generation_config.decoder_start_token_id = int(shift(labels)[0, 0])
-    before, _ = frame_of(tokenizer, "text_target")
-    model.generation_config.forced_bos_token_id = before[0] if before else None
-
-
 def pretrained_config(name: str, config_cls: type | None = None) -> PreTrainedConfig:
-    """Load the configuration of a model on the Hub or in a folder. Raises UserError.
-
-    `config_cls` None lets AutoConfig choose its class.
-    """
+    """Load the configuration of a model on the Hub or in a folder, by `config_cls` or AutoConfig. Raises UserError."""
     from transformers import AutoConfig, PreTrainedConfig
 
     with refusals_named(f"{name}: its configuration cannot be read"):
@@ -332,9 +314,7 @@ def first_position(model: nn.Module) -> int:
 def check_positions(config: PreTrainedConfig, length: int, of_what: str, first: int = 0) -> None:
     """Raise UserError for inputs longer than a model's learned absolute positions; warn for rotary ones.
 
-    Args:
-        of_what: the flags that set the length, for the message.
-        first: position ID of the first token (`first_position`).
+    `of_what` names the flags that set the length; `first` is the position ID of the first token (`first_position`).
     """
     config = config.get_text_config(decoder=True)  # T5Gemma's is in its parts
     positions = getattr(config, "max_position_embeddings", None)

@@ -67,11 +67,7 @@ def freeze(model: nn.Module, what: Sequence[str]) -> None:
 
 
 def train_only(model: nn.Module, what: Sequence[str]) -> None:
-    """Freeze all parameters of a model except the chosen ones. Raises UserError.
-
-    Args:
-        what: parts or patterns of parameter names, as in `freeze`. An empty list freezes nothing.
-    """
+    """Freeze all parameters except parts or patterns as in `freeze`; none freezes nothing. Raises UserError."""
     chosen = {id(parameter) for parameter in _chosen(model, what, "trained")}
     for parameter in model.parameters() if what else ():
         parameter.requires_grad_(id(parameter) in chosen)

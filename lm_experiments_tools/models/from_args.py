@@ -187,9 +187,7 @@ def make_optimizer(
 ) -> Optimizer:
     """Build the optimizer that flags describe for a model or for (name, parameter) pairs.
 
-    Args:
-        rules: (pattern of names, options) pairs that give parameters their own learning rate or weight decay, as
-            `OptimizerArgs.group_rules` reads them.
+    `rules` are those of `OptimizerArgs.group_rules`.
     """
     return build_optimizer(
         model,

@@ -62,7 +62,7 @@ def of_bert(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
 
 
 def pretrained_settings(given: Mapping[str, Any], tokenizer_flags: Sequence[str]) -> dict[str, tuple[Any, str]]:
-    """Default values for flags of a pre-training run that starts from other weights (`from_pretrained`).
+    """Default values for flags of a pre-training run that starts from weights (`from_pretrained`). Raises UserError.
 
     Only the weights of a checkpoint are used; optimizer, schedule and step restart. A resumed run keeps the source
     that it recorded, even if `best` or `last` of the other run has moved. Paths are relative to `working_dir`.
@@ -70,9 +70,6 @@ def pretrained_settings(given: Mapping[str, Any], tokenizer_flags: Sequence[str]
     Args:
         given: the flags that the user has set; they get no default.
         tokenizer_flags: flags that name the tokenizer; the first is set if none is given.
-
-    Returns:
-        {flag's name: (value, origin)}. Raises UserError.
     """
     named, folder = str(given["from_pretrained"]), str(given.get("working_dir", "."))
     for flag in ("base_model", "init_checkpoint"):

@@ -35,7 +35,6 @@ from lm_experiments_tools.models.build import (
     set_decoder_start,
     set_dropout,
     set_special_tokens,
-    set_target_language,
     set_z_loss,
     takes_our_attention,
     untie_only_output,
@@ -71,9 +70,7 @@ def pretrained_model(
 ) -> nn.Module:
     """Load the pre-trained model that flags describe; `requires_grad` marks the parameters to train. Raises UserError.
 
-    Args:
-        label_names: classes; they determine size and labels of an encoder's head.
-        files: the model's files, if they are already open.
+    `label_names` determine size and labels of an encoder's head.
     """
     if args.peft is not None and args.from_pretrained is None:
         raise UserError(f"--peft {args.peft} needs --from_pretrained: the adapter is saved without its base model.")
@@ -90,7 +87,7 @@ def pretrained_model(
         _check_labels(adapter.name, adapter.label_names, label_names)
     elif args.validate_only and new_weights and not _resumes(args):
         raise UserError(f"--validate_only: {base.name} has no head for --task {args.task}: name a fine-tuned model.")
-    if args.quantize is not None and (args.peft or adapter) and args.inference_dtype is None:
+    if args.quantize is not None and (args.peft or adapter):
         from peft import prepare_model_for_kbit_training  # what is not quantised, in fp32
 
         prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
@@ -181,13 +178,11 @@ def _base_model(
                 model, source.path, allow_partial=args.allow_partial_checkpoint, allow_pickle=args.allow_pickle
             )
             logger.info("weights from %s: %s", source.name, report)
-        if args.inference_dtype is not None:
-            model.to(weights_dtype(args))
     else:
         options = loading_options(args)
         if args.device_map is None:
             bits = {None: 32, "int8": 8}.get(args.quantize, 4)
-            check_size(model_cls, config, (16 if args.inference_dtype and bits == 32 else bits) / 8)
+            check_size(model_cls, config, bits / 8)
         model, new_weights = load_pretrained(model_cls, config, source, args, **options)
         if not any(".pooler." not in name for name in new_weights):
             _check_labels(source.name, saved_labels, label_names)
@@ -195,7 +190,6 @@ def _base_model(
             say_where(model)
     _fit_vocabulary(model, tokenizer, args)
     _set_up_generation(model, tokenizer)
-    set_target_language(model, tokenizer)
     return model, new_weights
 
 
@@ -333,19 +327,14 @@ def some_names(names: Sequence[str]) -> str:
 
 # ---- precision and devices ------------------------------------------------------------------------------------------
 def loading_options(args: FinetuningArgs) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that follow from --quantize, --inference_dtype and --device_map."""
-    options: dict[str, Any] = {} if args.inference_dtype is None else {"dtype": weights_dtype(args)}
+    """Arguments of `from_pretrained` that follow from --quantize and --device_map."""
+    options: dict[str, Any] = {}
     if args.quantize is not None:
         options["quantization_config"] = _quantization(args)
     if args.device_map is not None:
         file = Path(args.device_map)
         options["device_map"] = read_json(file) if file.is_file() else args.device_map
     return options
-
-
-def weights_dtype(args: FinetuningArgs) -> torch.dtype:
-    """Return the dtype of unquantized weights: `--inference_dtype` (for evaluation), else float32."""
-    return {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.inference_dtype]
 
 
 def _quantization(args: FinetuningArgs) -> Any:
@@ -359,7 +348,7 @@ def _quantization(args: FinetuningArgs) -> Any:
         ) from error
     if args.quantize == "int8":
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=_HEADS)
-    compute = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else weights_dtype(args)
+    compute = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=args.quantize,

@@ -166,9 +166,7 @@ def position_of(checkpoint: Path) -> dict[str, int]:
 def loaded(cls: type, folder: str, name: str | None = None) -> PreTrainedModel:
     """Load a model by `cls.from_pretrained`; UserError unless the files have all of its weights and no others.
 
-    Args:
-        folder: the model's folder, or its name on the Hub.
-        name: its name in error messages; None for `folder`.
+    `name` is that of error messages, by default `folder`.
     """
     name, called = name or folder, cls.__name__
     with refusals_named(f"{name}: it cannot be read as {called}"), quiet_loading(), torch.random.fork_rng(devices=[]):

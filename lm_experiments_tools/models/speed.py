@@ -241,7 +241,7 @@ def _choose_class(args: ExperimentArgs, device: str, config: Mapping[str, Any]) 
     kind = KINDS.get(config.get("model_type"))
     if isinstance(args, FinetuningArgs):
         own = OWN_FOR_TASKS.get((kind, args.model_type))
-        if args.quantize or args.peft or args.device_map or args.inference_dtype:
+        if args.quantize or args.peft or args.device_map:
             return args.model_cls, "adapters and low-bit weights are transformers' and peft's"
     else:
         own = OWN.get(args.model_cls)

@@ -14,7 +14,6 @@ from lm_experiments_tools.data.text.hf_tokenizer import check_words, load_pretra
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.adapters import new_token_names
 from lm_experiments_tools.models.build import register_own_models
-from lm_experiments_tools.names import nearest_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,42 +42,16 @@ def load_tokenizer(args: FinetuningArgs, files: ModelFiles | None = None) -> Pre
             raise UserError(f"{named}: the tokenizer has neither a padding nor an end-of-text token to pad with.")
         tokenizer.pad_token = tokenizer.eos_token
         logger.info("the tokenizer has no padding token: %s, its end of text, is used", tokenizer.eos_token)
-    if args.model_type == "encoder-decoder":
-        _set_languages(tokenizer, args, named)
+    # Without the languages of sources and targets its tokens would be those of another one, without a word.
+    if hasattr(tokenizer, "set_tgt_lang_special_tokens"):
+        raise UserError(f"{named}: tokenizers that mark languages (mBART's, NLLB's) are not supported.")
     if args.peft == "new_tokens":
         tokenizer.add_tokens(new_token_names(args), special_tokens=True)
     return tokenizer
 
 
-def _set_languages(tokenizer: PreTrainedTokenizerBase, args: FinetuningArgs, named: str) -> None:
-    """Set the languages that mBART's, NLLB's, M2M100's and similar tokenizers mark in sources and targets.
-
-    A target's language must be known: these tokenizers would take the source's.
-    """
-    flags = {"src_lang": ("--source_lang", args.source_lang), "tgt_lang": ("--target_lang", args.target_lang)}
-    given = [f"{flag} {code}" for flag, code in flags.values() if code is not None]
-    if not hasattr(tokenizer, "set_tgt_lang_special_tokens"):
-        if given:
-            raise UserError(f"{named}: the tokenizer marks no languages: leave {' and '.join(given)} out.")
-        return
-    known = getattr(tokenizer, "lang_code_to_id", None) or tokenizer.all_special_tokens
-    for name, (flag, code) in flags.items():
-        if code is not None and code not in known:
-            raise UserError(f"{flag} {code} is no language of {named}{nearest_names(code, known)}.")
-        if code is not None:
-            setattr(tokenizer, name, code)
-    if tokenizer.tgt_lang is None:
-        raise UserError(f"{named}: the tokenizer marks the language of targets, and none is set: give --target_lang.")
-    logger.info("the sources are marked as %s, the targets as %s", tokenizer.src_lang, tokenizer.tgt_lang)
-
-
 def named_tokenizer(name: str, flag: str, source: Source | None = None) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a folder, a SentencePiece model or the Hub, unchanged. Raises UserError.
-
-    Args:
-        flag: the flag that names it, for messages.
-        source: its location, if already known; None to find it.
-    """
+    """Load a tokenizer from a folder, a SentencePiece model or the Hub, unchanged. UserError, which names `flag`."""
     path, named = Path(name), f"{flag} {name}"
     source = source or (Source(name, path) if path.exists() else hub_source(name, flag))
     tokenizer = read_tokenizer(source, named)

@@ -34,14 +34,9 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve(args: ExperimentArgs, origins: Mapping[str, str], device: str) -> ExperimentArgs:
-    """Replace automatic settings (`--speed auto`) by those that a run on `device` would choose.
+    """Replace automatic settings (`--speed auto`) by those that a run on `device`, "cpu" or "cuda", would choose.
 
-    Args:
-        origins: for each setting, where its value came from; returned by `cli.parse`.
-        device: "cpu" or "cuda". This machine need not have it.
-
-    Raises:
-        UserError: the settings contain `--quantize` or an adapter other than LoRA.
+    This machine need not have the device. UserError for `--quantize` and adapters other than LoRA.
     """
     if getattr(args, "quantize", None):
         raise UserError(f"--quantize {args.quantize}: no estimate, its kernels read the weights. Leave it out.")
@@ -59,12 +54,7 @@ def resolve(args: ExperimentArgs, origins: Mapping[str, str], device: str) -> Ex
 def prepare(args: ExperimentArgs, device: str) -> Prepared:
     """Build the model, its optimizer and one micro-batch of random tokens, to measure a training step on them.
 
-    Args:
-        args: settings returned by `resolve`.
-        device: "cpu" or "cuda".
-
-    Raises:
-        UserError: the model cannot be built.
+    `args` are the result of `resolve`. Raises UserError.
     """
     with torch.device(device) if device != "cpu" else nullcontext():
         model = _model(args)

@@ -72,12 +72,7 @@ class MemoryEstimate:
 def estimate_memory(args: ExperimentArgs, planning: PlanningArgs, origins: Mapping[str, str]) -> MemoryEstimate:
     """Estimate the memory of one worker by running a training step on tensors without data.
 
-    Args:
-        planning: device, number of workers and sharding.
-        origins: for each setting, where its value came from; returned by `cli.parse`.
-
-    Raises:
-        UserError: the model cannot be built, or its forward pass reads the values of tensors.
+    Raises UserError, also for a model whose forward pass reads the values of tensors.
     """
     device = device_of(planning.device)
     args = resolve(args, origins, device)

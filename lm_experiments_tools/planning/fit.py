@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import resource
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -19,10 +15,8 @@ import torch
 from lm_experiments_tools.config.planning import bytes_of
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.files import human_bytes
-from lm_experiments_tools.modules.devices import available_memory, peak_process_bytes
-from lm_experiments_tools.planning.build import prepare
+from lm_experiments_tools.modules.devices import available_memory
 from lm_experiments_tools.planning.estimate import MemoryEstimate
-from lm_experiments_tools.planning.trace import run_passes, update
 
 if TYPE_CHECKING:
     from lm_experiments_tools.config.training import ExperimentArgs
@@ -35,13 +29,7 @@ USABLE = 0.92  # of the memory: the rest is the allocator's, and on a GPU CUDA's
 
 
 class Fit(NamedTuple):
-    """Settings with which a run fits into the given memory, and their memory estimate.
-
-    Attributes:
-        args: the settings.
-        estimate: their memory estimate.
-        flags: the changed flags as text ("--batch_size 4 ..."); empty if the given settings fit.
-    """
+    """Settings with which a run fits into a memory, their estimate, and the changed flags as text ("" if none)."""
 
     args: ExperimentArgs
     estimate: MemoryEstimate
@@ -56,11 +44,7 @@ class Fit(NamedTuple):
 
 
 def memory_of(device: str) -> int:
-    """Return the free bytes of the GPU ("cuda") or of main memory and the container's limit ("cpu").
-
-    Raises:
-        UserError: PyTorch cannot use a GPU.
-    """
+    """Return the free bytes of the GPU ("cuda") or of main memory and the container ("cpu"). Raises UserError."""
     if device == "cpu":
         return available_memory()
     if not torch.cuda.is_available():
@@ -69,13 +53,9 @@ def memory_of(device: str) -> int:
 
 
 def memory_for_tensors(fit: str, device: str) -> float:
-    """Return the bytes that tensors may take: `--fit` less a reserve, on a CPU also less the process itself.
+    """Return the bytes that tensors may take: `fit` ("24GiB", or "auto" for the free memory) less a reserve.
 
-    Args:
-        fit: a size such as "24GiB", or "auto" for the free memory of `device`.
-
-    Raises:
-        UserError: nothing is left for tensors.
+    On a CPU also less the process itself. Raises UserError if nothing is left.
     """
     memory = memory_of(device) if fit == "auto" else bytes_of(fit)
     process = max(_PROCESS, psutil.Process().memory_info().rss) if device == "cpu" else 0
@@ -85,16 +65,9 @@ def memory_for_tensors(fit: str, device: str) -> float:
 
 
 def largest_fit(args: ExperimentArgs, estimate: Estimate, memory: float) -> Fit:
-    """Find the largest micro-batch whose estimate is at most `memory`, with the same number of rows per update.
+    """Find the largest micro-batch whose estimate is at most `memory` bytes, with the same number of rows per update.
 
-    If none fits, gradient checkpointing is tried, then Adafactor.
-
-    Args:
-        estimate: returns the memory estimate of settings.
-        memory: bytes.
-
-    Raises:
-        UserError: not even micro-batches of one row fit.
+    If none fits, gradient checkpointing is tried, then Adafactor. Raises UserError if not even one row fits.
     """
     for optimizer in dict.fromkeys([args.optimizer, "Adafactor"]):
         options = {} if optimizer == args.optimizer else {"optimizer_options": ()}
@@ -127,56 +100,6 @@ def _largest_micro_batch(
     sizes = [size for size in range(1, rows + 1) if rows % size == 0]
     index = bisect_left(sizes, True, key=lambda size: tried(size)[1].total > memory)
     return tried(sizes[index - 1]) if index else (None, tried(1)[1])
-
-
-def try_steps(args: ExperimentArgs, device: str, memory: float | None = None) -> int | None:
-    """Measure the peak memory of two training steps on random tokens, in a new process.
-
-    Args:
-        args: settings returned by `build.resolve`.
-        memory: limit in bytes for a process on a CPU; None for no limit.
-
-    Returns:
-        Bytes of tensors on a GPU, or growth of the process on a CPU; None if the steps run out of memory.
-
-    Raises:
-        UserError: the model cannot be built, or a step fails for a reason other than memory.
-    """
-    spawn = multiprocessing.get_context("spawn")  # a fork of a process that has used torch may hang, or hold a GPU
-    with ProcessPoolExecutor(1, spawn) as pool:
-        try:
-            return pool.submit(_peak_of_steps, args, device, memory).result()
-        except BrokenProcessPool:  # Linux killed it
-            return None
-
-
-def _peak_of_steps(args: ExperimentArgs, device: str, memory: float | None) -> int | None:
-    before = psutil.Process().memory_info()
-    if device == "cpu" and memory is not None and hasattr(before, "data"):  # not on macOS, which sets no such limit
-        _limit_memory(before.data + memory)
-    try:
-        prepared = prepare(args, device)
-        prepared.model.train()
-        for num_micro_batches in (1, min(2, args.gradient_accumulation_steps)):
-            for _ in range(num_micro_batches):
-                run_passes(prepared)
-            update(prepared)
-            prepared.optimizer.zero_grad(set_to_none=True)
-    except (RuntimeError, MemoryError, ValueError, TypeError) as error:
-        if is_out_of_memory(error):
-            return None
-        reason = f"{type(error).__name__}: {str(error)[:200]}"
-        raise UserError(f"{args.model_cls} cannot be tried: {reason}") from None  # its traceback may not be pickled
-    if device == "cpu":
-        return peak_process_bytes() - before.rss
-    return torch.cuda.max_memory_allocated()
-
-
-def _limit_memory(size: float) -> None:
-    """Limit this process's memory, because Linux overcommits memory and later kills."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limits = [limit for limit in (int(size), soft, hard) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -59,15 +59,11 @@ class Trace(NamedTuple):
 def trace_step(prepare: Callable[[], Prepared], *, casts_weights: bool = True) -> tuple[Trace, Prepared]:
     """Count the memory of one training step without allocating it, on fake tensors, which have no data.
 
+    Exceptions of the model's code pass, for example because it reads values of tensors.
+
     Args:
-        prepare: builds model, optimizer and batch; its tensors are fake too.
+        prepare: builds model, optimizer and batch, which are returned too; its tensors are fake.
         casts_weights: count autocast's 16-bit copies of the weights. FSDP and DeepSpeed make none.
-
-    Returns:
-        The memory, and what `prepare` returned.
-
-    Raises:
-        Exception: any exception of the model's code, for example because it reads values of tensors.
     """
     counter = _Counter(casts_weights)
     with preserved_random_state(), _without_data(), counter, warnings.catch_warnings():
@@ -85,11 +81,7 @@ def trace_step(prepare: Callable[[], Prepared], *, casts_weights: bool = True) -
 
 
 def run_passes(prepared: Prepared, enter: Callable[[str], object] = str) -> None:
-    """Run the forward and the backward pass of a training step on its batch.
-
-    Args:
-        enter: called before each pass with its name, "forward" or "backward".
-    """
+    """Run forward and backward pass of a training step; `enter` is called before each with "forward" or "backward"."""
     model, _, batch, dtype = prepared
     enter("forward")
     with torch.autocast(next(model.parameters()).device.type, dtype=dtype, enabled=dtype is not None):
@@ -99,10 +91,7 @@ def run_passes(prepared: Prepared, enter: Callable[[str], object] = str) -> None
 
 
 def update(prepared: Prepared) -> None:
-    """Run the optimizer update of a training step: compute the gradient norm, then step the optimizer.
-
-    Gradients are not cleared.
-    """
+    """Run the optimizer update of a training step: compute the gradient norm, then step. Gradients are not cleared."""
     torch.nn.utils.get_total_norm([p.grad for p in prepared.model.parameters() if p.grad is not None])
     prepared.optimizer.step()
 

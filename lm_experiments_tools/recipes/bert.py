@@ -146,11 +146,7 @@ def check_bert_model(args: BertPretrainingArgs, model: ModelSource, tokenizer: T
 
 # ---- data -----------------------------------------------------------------------------------------------------------
 def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend, tokenizer: Tokenizer) -> PretrainingData:
-    """Open training and validation data. Every worker must call it.
-
-    Raises:
-        UserError: data that is missing, empty, damaged, or made with another tokenizer.
-    """
+    """Open training and validation data. Every worker must call it. Raises UserError."""
     if args.packing == SENTENCES and backend.is_main and args.without_effect():
         logger.info("%s: accepted, and without effect here", ", ".join(f"--{flag}" for flag in args.without_effect()))
     # Rank 0 goes first: it checks files, and leaves sample mappings for the others to find.
@@ -186,11 +182,7 @@ def bert_datasets(
 ) -> tuple[Dataset | None, Dataset | None]:
     """Build the training and validation samples of BERT pre-training from Megatron's files of sentences.
 
-    Args:
-        open_tokens: opens the token file of a data path; None: `open_sentences`.
-
-    Returns:
-        Training samples (None with `--validate_only`) and validation samples (None without `--valid_data_path`).
+    Training samples are None with `--validate_only`, validation samples without `--valid_data_path`.
     """
     open_tokens = open_tokens or open_sentences
     rows = partial(
@@ -258,11 +250,7 @@ def document_datasets(
 
 
 def open_documents(path: str, args: BertPretrainingArgs, tokenizer: Tokenizer) -> IndexedDataset:
-    """Open the token file of a data path. Text is tokenized first and cached.
-
-    Raises:
-        UserError: the data is missing, damaged, or made with another tokenizer.
-    """
+    """Open the token file of a data path. Text is tokenized first and cached. Raises UserError."""
     prefix = token_prefix(path)
     if prefix is None:
         tokens = tokenized(path, tokenizer, args, append_eos=False)

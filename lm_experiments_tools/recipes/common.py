@@ -6,10 +6,8 @@ import logging
 import os
 import platform
 import random
-import re
 import shlex
 import shutil
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,18 +49,12 @@ if TYPE_CHECKING:
     PretrainingArgs = BertPretrainingArgs | T5PretrainingArgs
 
 logger = logging.getLogger(__name__)
-_VALIDATION = re.compile(r"(valid|validation|val|dev)(\.|$)")
 
 
 def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
-    """Change to `--working_dir`, set up logging and open the run directory.
+    """Change to `--working_dir`, set up logging and open the run directory. Raises UserError.
 
-    Returns:
-        The run directory on rank 0; None on other ranks or without `--model_path`.
-
-    Raises:
-        UserError: the directory holds a run with other settings, a process still writes to it, or other machines of
-            the job cannot see it.
+    Returns the run directory on rank 0; None on other ranks or without `--model_path`.
     """
     os.chdir(args.working_folder())
     on_all(backend, lambda: setup_logging(args.model_path, backend.rank))
@@ -73,9 +65,6 @@ def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
     elif not args.validate_only:
         say(backend, "neither checkpoints nor logs are saved: there is no --model_path")
     warn_of_idle_gpus(args, backend)
-    if not args.validate_only and args.lacks_validation():
-        for path in filter(None, map(validation_beside, getattr(args, "data_path", ()))):
-            say(backend, f"{path} is not read: there is no --valid_data_path")
     if args.model_path is None:
         return None
     run = claim_for_all(args, backend)
@@ -91,14 +80,6 @@ def _check_choices(args: TrainerArgs, backend: Backend) -> None:
         choices = backend.gather(getattr(args, name))
         if any(choice != choices[0] for choice in choices):
             raise agreed(UserError(f"--speed auto: workers choose {name} differently: give --{name}, or --speed off."))
-
-
-def validation_beside(path: str) -> Path | None:
-    """Find validation data that nobody named: val.jsonl beside the training data train.jsonl, or in its folder."""
-    folder = Path(path) if os.path.isdir(path) else Path(path).parent
-    if not folder.is_dir() or (folder != Path(path) and "train" not in Path(path).name):
-        return None
-    return next((file for file in sorted(folder.iterdir()) if _VALIDATION.match(file.name)), None)
 
 
 def warn_of_idle_gpus(args: TrainerArgs, backend: Backend) -> None:
@@ -274,7 +255,7 @@ def show_run(
         panel["run"] = f"{run.path} (tensorboard --logdir {run.path})"
         model_config = model.config.to_dict() if hasattr(model, "config") else None
         recorded = asdict(args) if phase is None else {**asdict(phase.run), "iters": phase.last_step}
-        run.write_start(recorded, origins, sys.argv, model_config, world_size=args.virtual_size(backend.world_size))
+        run.write_start(recorded, origins, model_config, world_size=args.virtual_size(backend.world_size))
     if args.validate_only:
         panel["batch"] = f"{args.valid_batch_size()} rows x {backend.world_size} worker(s), validated once"
         del panel["steps"], panel["optimizer"]
@@ -286,9 +267,9 @@ def show_run(
 def _precision(args: ExperimentArgs) -> str:
     """Precision of computation, and of the weights where it is lower."""
     options = args.precision_options()
-    held = [kind for kind in (getattr(args, "quantize", None), getattr(args, "inference_dtype", None)) if kind]
-    computed = "fp16" if options["fp16"] or "fp16" in held else "bf16" if options["bf16"] else "fp32"
-    return f"{computed}, weights held in {' and '.join(held)}" if held else computed
+    computed = "fp16" if options["fp16"] else "bf16" if options["bf16"] else "fp32"
+    held = getattr(args, "quantize", None)
+    return f"{computed}, weights held in {held}" if held else computed
 
 
 def seed_worker(seed: int, rank: int) -> None:
@@ -303,15 +284,10 @@ def labels_alone(
     backend: Backend,
     model: nn.Module,
 ) -> Callable[[int], int] | None:
-    """Choose if the model computes logits only at masked positions (`--mlm_positions`).
+    """Choose if the model computes logits only at masked positions (`--mlm_positions`). Raises UserError.
 
     Our BERT takes these positions. ModernBERT finds them by its labels (`sparse_prediction`), which this sets.
-
-    Returns:
-        The argument `most_labels` of `Loss`; None if logits are computed at all positions.
-
-    Raises:
-        UserError: `--mlm_positions labels`, but the model computes logits at all positions.
+    Returns the argument `most_labels` of `Loss`; None if logits are computed at all positions.
     """
     chosen = args.mlm_positions
     if chosen == "all" or args.distill_from is not None:
@@ -330,15 +306,9 @@ def labels_alone(
 
 
 def distilled_loss(args: PretrainingArgs, backend: Backend, student: nn.Module, kind: ModelKind, loss: Loss) -> Loss:
-    """Add knowledge distillation to a loss: the divergence from a teacher's predictions (`--distill_from`).
+    """Add the divergence from a teacher's predictions (`--distill_from`) to a loss, which is unchanged without one.
 
-    Without a teacher the loss is returned unchanged.
-
-    Args:
-        kind: kind of the student: "encoder", "encoder-decoder" or "decoder".
-
-    Raises:
-        UserError: the teacher cannot be loaded, or has another vocabulary or model kind than the student.
+    UserError for a teacher that cannot be loaded, or has another vocabulary or model kind than the student's `kind`.
     """
     if args.distill_from is None:
         return loss
@@ -358,13 +328,9 @@ def distilled_loss(args: PretrainingArgs, backend: Backend, student: nn.Module, 
 
 
 def save_tokenizer(args: ExperimentArgs, backend: Backend, save: Callable[[Path], object]) -> Path | None:
-    """Write the tokenizer to the run directory, from where checkpoints copy it.
+    """Write the tokenizer by `save` to the run directory, from where checkpoints copy it.
 
-    Args:
-        save: writes the tokenizer's files into a folder.
-
-    Returns:
-        The folder; None without `--model_path`.
+    Returns the folder; None without `--model_path`.
     """
     if args.model_path is None or args.validate_only:
         return None

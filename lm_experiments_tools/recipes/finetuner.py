@@ -50,7 +50,6 @@ from lm_experiments_tools.recipes.finetuning import (
     evaluate_last,
     finetuning_loop,
     saved_task,
-    show_generation,
     show_inherited,
     training_loop,
     with_new_tokens,
@@ -125,7 +124,6 @@ class FineTuner:
             self.label_names = self.args.label_names or self._known_labels()
         with fast_process(self.args):  # threads of torch take over its settings when they start
             self.model: nn.Module = pretrained_model(self.args, self.tokenizer, self.label_names, self.files)
-        show_generation(self.args, self.model)
         self._run_folders: set[Path] = set()  # that this object has trained in
         self._epochs = 0  # of training data begun so far
         self._added_rows = False  # new rows of the embedding, which are in no file yet
@@ -430,11 +428,9 @@ class FineTuner:
 
     def _refuse_few_bits(self, what: str) -> None:
         """Refuse to train or save weights of few bits."""
-        args = self.args
-        if args.inference_dtype is not None or (args.quantize is not None and not is_adapted(self.model)):
-            flag = "quantize" if args.inference_dtype is None else "inference_dtype"
+        if self.args.quantize is not None and not is_adapted(self.model):
             raise UserError(
-                f"{what}: {flag}={getattr(args, flag)!r} holds weights of few bits, for evaluate and predict alone."
+                f"{what}: quantize={self.args.quantize!r} holds weights of few bits, for evaluate and predict alone."
             )
 
     def _forget_data(self) -> None:

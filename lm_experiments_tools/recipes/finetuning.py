@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +31,6 @@ from lm_experiments_tools.modules.inspection import base_of, evaluated, forward_
 from lm_experiments_tools.recipes.common import save_tokenizer, seed_worker, show_run, start_run
 from lm_experiments_tools.recipes.finetuning_data import FinetuningData, finetuning_data
 from lm_experiments_tools.recipes.recipe import Recipe
-from lm_experiments_tools.tracking.examples import show_examples
 from lm_experiments_tools.training.generators import preserved_random_state
 from lm_experiments_tools.training.losses import LANGUAGE_MODEL_LOSS, MODEL_LOSS, with_bytes
 from lm_experiments_tools.training.trainer import TrainingLoop
@@ -51,9 +49,6 @@ _PACKING_CLASSES = {
     "encoder": "modeling_bert:BertForSequenceClassification",
     "encoder-decoder": "modeling_t5:T5ForConditionalGeneration",
 }
-# What generation_config.json says without changing the generated text, and what is read only with --do_sample.
-_NO_RULE = re.compile(r"_|output_|return_|use_|cache_|transformers_|max_length|(bos|decoder_start|eos|pad)_token_id")
-_OF_SAMPLING = {"epsilon_cutoff", "eta_cutoff", "min_p", "temperature", "top_h", "top_k", "top_p", "typical_p"}
 _SAME = 1e-4  # relative difference of logits; kept apart they differ by 1e-6 at most, in OpenAI-GPT by 5e-3
 
 
@@ -74,7 +69,6 @@ class Finetuning(Recipe):
         if self.data.train is not None:
             args = args.with_epochs(self.data.train.samples_per_epoch, backend.world_size)
         model = on_all(backend, lambda: pretrained_model(args, tokenizer, self.data.label_names, files))
-        show_generation(args, model)
         for line in str(summary(model)).splitlines() if backend.is_main else ():  # before a backend shards it
             logger.info("%s", line)
         self.trainer = training_loop(args, backend, model, self.data, tokenizer)
@@ -109,40 +103,15 @@ def saved_task(args: FinetuningArgs, data: FinetuningData) -> dict[str, Any]:
 
 
 def write_task(folder: Path, task: Mapping[str, Any]) -> None:
-    """Write the settings of a fine-tuned task into a folder with weights, for later predictions.
-
-    Args:
-        folder: existing folder.
-        task: result of `saved_task`.
-    """
+    """Write the result of `saved_task` into an existing folder with weights, for later predictions."""
     write_atomic(folder / TASK_FILE, dump_json(dict(task)) + "\n")
 
 
 def show_inherited(args: FinetuningArgs, origins: Mapping[str, str]) -> None:
-    """Log the settings that this run takes over from the weights it starts from (see `models.inherited`).
-
-    Args:
-        origins: for each setting, where its value came from; returned by `cli.parse`.
-    """
+    """Log the settings that this run takes over from the weights it starts from (see `models.inherited`)."""
     for name, origin in origins.items():
         if origin.endswith((TASK_FILE, CONFIG)) and is_given(args, name):
             logger.info("--%s %s, as %s has it", name, getattr(args, name), origin)
-
-
-def show_generation(args: FinetuningArgs, model: nn.Module) -> None:
-    """Log what `generation_config.json` of the weights adds to the flags of generation, such as a minimum length."""
-    if not args.needs_generation():
-        return
-    overridden = {*args.generation_options(), *(() if args.do_sample else _OF_SAMPLING)}
-    rules = model.generation_config.to_diff_dict().items()
-    rules = [(name, value) for name, value in rules if not (name in overridden or _NO_RULE.match(name))]
-    shown = [f"{name} {value}" for name, value in rules if value is not None and value is not False]
-    if shown:
-        logger.info(
-            "generation_config.json of the weights also rules generated text: %s; flags such as --min_new_tokens and "
-            "--length_penalty override it",
-            ", ".join(shown),
-        )
 
 
 def finetuning_loop(
@@ -154,15 +123,9 @@ def finetuning_loop(
     tokenizer: PreTrainedTokenizerBase,
     tokenizer_dir: Path | None = None,
 ) -> TrainingLoop:
-    """Build the loop that trains `model` on `data.train` and evaluates it with `args.metrics`.
+    """Build the loop that trains `model` on `data.train` and evaluates it with `args.metrics`. Raises UserError.
 
-    Args:
-        args: settings returned by `FinetuningArgs.resolved`.
-        optimizer: None if the loop only evaluates.
-        tokenizer_dir: folder with tokenizer files to copy into every checkpoint.
-
-    Raises:
-        UserError: the model does not support `--packing`, or a metric is not available.
+    `args` are those of `FinetuningArgs.resolved`. `optimizer` is None if the loop only evaluates.
     """
     if args.packing and data.train is not None:
         on_all(backend, lambda: check_packing(model, args))
@@ -182,10 +145,7 @@ def finetuning_loop(
 
     def collect(split: str) -> Predictions:
         words = decode.references(data.label_words)
-        return Predictions(args, split, examples_of(split), decode, data.label_names, folder, show, words)
-
-    def show(split: str, examples: list[dict[str, Any]]) -> None:
-        show_examples(split, examples, loop.tracker, loop.state.step)
+        return Predictions(args, split, examples_of(split), decode, data.label_names, folder, words)
 
     valid = data.splits.get("valid")
     is_fast = getattr(model, "is_fast", False) and "return_logits" in forward_names(model)
@@ -222,13 +182,10 @@ def training_loop(
 
 
 def check_packing(model: nn.Module, args: FinetuningArgs) -> None:
-    """Check that examples which are packed into one row do not influence each other in `model`.
+    """Check that examples which are packed into one row do not influence each other in `model`. Raises UserError.
 
     One example is placed in three small rows, next to different examples; its logits must be equal. Call it before a
     backend shards the model. Weights on the meta device are not checked.
-
-    Raises:
-        UserError: the logits differ, or the model does not accept position and segment ids.
     """
     base = base_of(model)
     known, name = forward_names(model), type(base).__name__

@@ -101,16 +101,7 @@ class FinetuningData:
 def finetuning_data(
     args: FinetuningArgs, backend: Backend, tokenizer: Any, files: ModelFiles | None = None
 ) -> FinetuningData:
-    """Read and tokenize the data of a run. Every worker must call it.
-
-    Args:
-        tokenizer: a fast Hugging Face tokenizer.
-        files: the model's files, with the labels of a trained classifier; opened if None.
-
-    Raises:
-        UserError: data is missing or empty, has more unusable rows than `--max_bad_lines` or labels that training
-            data lacks; or the lengths leave no tokens for the text.
-    """
+    """Read and tokenize the data of a run. Every worker must call it. Raises UserError."""
     return on_all(backend, lambda: _Reader(args, backend, tokenizer, files or ModelFiles(args)).read())
 
 
@@ -248,11 +239,7 @@ class _Reader:
         return label_examples(path, named, rejected, **options)
 
     def _is_labelled(self, path: str, has_label: Callable[[Record], bool], what: str) -> bool:
-        """True if a row of the test data has a label or target; if none has, all are predicted only.
-
-        Raises:
-            UserError: none has, and nothing is predicted.
-        """
+        """True if a row of the test data has a label; if none has, all are only predicted. Raises UserError."""
         found = rows(path, RejectedRecords(self.args.max_bad_lines, of_rows=True, quiet=True), self.args.table_columns)
         if any(map(has_label, found)):
             return True
@@ -342,12 +329,7 @@ class _Reader:
 
 
 def example_rows(args: FinetuningArgs, encoded: EncodedExamples, tokenizer: Any, *, training: bool) -> ExampleRows:
-    """Build the rows of encoded examples that fits the model's kind and the task.
-
-    Args:
-        encoded: the tokenized examples.
-        training: False for validation and test data.
-    """
+    """Build the rows of encoded examples that fit the model's kind and the task."""
     return ExampleRows(
         encoded,
         args.model_type,
@@ -361,11 +343,7 @@ def example_rows(args: FinetuningArgs, encoded: EncodedExamples, tokenizer: Any,
 
 
 def text_encoder(args: FinetuningArgs, tokenizer: Any) -> ExampleEncoder:
-    """Build the object that turns texts into token ids, from the lengths, prefix and model kind of `args`.
-
-    Raises:
-        UserError: `--target_seq_len` leaves no tokens for a decoder's source.
-    """
+    """Build the object that turns texts into token ids, by the lengths and model kind of `args`. Raises UserError."""
     decoder = args.model_type == "decoder"
     room = args.input_seq_len
     if decoder and args.task != "causal_lm":  # the same in training and in evaluation, where no target is known
@@ -385,11 +363,7 @@ def _plain(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def chosen(examples: list[Example], limit: int | None) -> list[Example]:
-    """Draw a fixed random subset of the examples, in their original order.
-
-    Args:
-        limit: size of the subset; None returns all examples.
-    """
+    """Draw a fixed random subset of `limit` examples (None: all), in their original order."""
     if limit is None or limit >= len(examples):
         return examples
     numbers = permute(np.arange(limit), len(examples), FIXED_SEED, np.zeros(limit, np.int64))

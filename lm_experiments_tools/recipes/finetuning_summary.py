@@ -19,15 +19,7 @@ _TOKENS = 48  # shown of an example
 def summary(
     encoded: EncodedExamples, label_names: Sequence[str] = (), counts: Mapping[int, int] | None = None
 ) -> list[str]:
-    """Summarize tokenized fine-tuning examples for the log, as lines of text.
-
-    The lines show the number of examples per label (for classification) and percentiles of the lengths in tokens.
-
-    Args:
-        encoded: the tokenized examples.
-        label_names: names of the labels in the order of their numbers; empty if there are none.
-        counts: number of examples of each label, by its number; None to omit.
-    """
+    """Summarize examples for the log, as lines: examples per label, for classification, and percentiles of lengths."""
     sides = {"sources": encoded.sources, "targets": encoded.targets}
     parts = [f"{side} {_lengths(ragged.lengths)}" for side, ragged in sides.items() if ragged is not None]
     lengths = f"tokens at {' / '.join(map(str, _PERCENTILES))} %: {', '.join(parts)}"
@@ -35,13 +27,7 @@ def summary(
 
 
 def first_example(encoded: EncodedExamples, tokenizer: Any, label_names: Sequence[str] = ()) -> str:
-    """Return a log line that shows the tokens of the first example, and its target or label.
-
-    Args:
-        encoded: the tokenized examples.
-        tokenizer: converts ids to tokens.
-        label_names: names of the labels in the order of their numbers; empty if there are none.
-    """
+    """Return a log line that shows the tokens of the first example, and its target or label."""
     if encoded.labels is None:
         target = _first(encoded.targets, tokenizer)
     else:
@@ -50,12 +36,7 @@ def first_example(encoded: EncodedExamples, tokenizer: Any, label_names: Sequenc
 
 
 def counted(examples: Iterable[Example], counts: dict[int, int]) -> Iterator[Example]:
-    """Yield the given examples unchanged, and count how often each label occurs.
-
-    Args:
-        examples: fine-tuning examples.
-        counts: number of examples by label, updated in place.
-    """
+    """Yield the given examples unchanged, and count in `counts` how often each label occurs."""
     for example in examples:
         for label in example.label if isinstance(example.label, tuple) else (example.label,):
             counts[label] = counts.get(label, 0) + 1
@@ -63,12 +44,7 @@ def counted(examples: Iterable[Example], counts: dict[int, int]) -> Iterator[Exa
 
 
 def label_text(label: Any, names: Sequence[str]) -> str:
-    """Return readable text for the label of one example: the names of its labels, or the plain number.
-
-    Args:
-        label: an item of `EncodedExamples.labels`.
-        names: names of the labels in the order of their numbers; empty for values to predict.
-    """
+    """Return the names of the labels of one example, an item of `EncodedExamples.labels`, or the plain number."""
     if np.ndim(label):
         return ", ".join(names[number] for number in np.flatnonzero(label > 0)) or "none"
     return names[int(label)] if names else f"{label:g}"

@@ -15,7 +15,7 @@ from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.backends.collective import on_all, on_main, say
 from lm_experiments_tools.checkpoint.finding import find_resume
 from lm_experiments_tools.checkpoint.train_state import read_state_file
-from lm_experiments_tools.config.flags import AUTO, DEFAULT
+from lm_experiments_tools.config.flags import AUTO
 from lm_experiments_tools.config.lengths import in_updates
 from lm_experiments_tools.config.phases import timeline
 from lm_experiments_tools.data.tokens.holdout import hold_out
@@ -72,7 +72,6 @@ class Recipe(ABC):
         self.args, self.origins = choose_speed(self.args, self.origins)
         self.backend = get_backend(self.args)  # a launcher names files from this folder, which `train` leaves
         is_new, self.args = self.args.model_path == AUTO, with_run_directory(self.args, self.backend, self.script)
-        self.origins = {**self.origins, **({"model_path": DEFAULT} if is_new else {})}
         options = {"trained": lambda: self.trainer, "commands": self.commands}
         with described(self.args, self.backend, is_new=is_new, **options):
             self.train()
@@ -90,11 +89,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def commands(self, folder: str) -> list[str]:
-        """Shell commands that try the trained model.
-
-        Args:
-            folder: run directory, quoted.
-        """
+        """Shell commands that try the trained model in the run directory `folder`, a quoted path."""
 
     def close_data(self) -> None:
         """Stop the data's worker processes, if the data has been opened."""
@@ -120,29 +115,15 @@ class Pretraining(Recipe):
     @property
     @abstractmethod
     def special_tokens(self) -> dict[str, int | None]:
-        """Id of each special token of the vocabulary, for the configuration of a new model.
-
-        Every worker must read this property at the same time.
-        """
+        """Id of each special token of the vocabulary, for the configuration of a new model; collective."""
 
     @abstractmethod
     def check(self, args: PretrainingArgs, source: ModelSource) -> None:
-        """Check that the model fits the data and the objective. Raises UserError.
-
-        The method is called before data is tokenized.
-
-        Args:
-            args: arguments of a phase.
-            source: where the model of the phase comes from.
-        """
+        """Check that the model of a phase fits data and objective, before data is tokenized. Raises UserError."""
 
     @abstractmethod
     def build_data(self, phase: Phase, source: ModelSource) -> PretrainingData:
-        """Open the training and validation data of a phase.
-
-        Args:
-            source: where the model of the phase comes from.
-        """
+        """Open the training and validation data of a phase."""
 
     @abstractmethod
     def training_tokens(self, phase: Phase) -> list[IndexedDataset]:
@@ -263,10 +244,7 @@ def start_phases(args: PretrainingArgs, backend: Backend) -> tuple[list[Phase], 
     """Open the run directory with `start_run`, and list the phases of the run that remain to be trained.
 
     Lengths in tokens are converted to updates. The first remaining phase is that of the newest checkpoint, even if it
-    has no steps left. A run without `--phases` has one phase.
-
-    Raises:
-        UserError: an error of `start_run`, or fewer phases than the run has already completed.
+    has no steps left. A run without `--phases` has one phase. UserError for fewer phases than the run has completed.
     """
     whole = args if args.phases else in_updates(args, backend.world_size)
     run = start_run(whole, backend)
@@ -302,16 +280,9 @@ def _place(args: PretrainingArgs) -> tuple[int, int, Path | None]:
 def with_models(
     phases: Sequence[Phase], backend: Backend, tokens: Mapping[str, int | None]
 ) -> list[tuple[Phase, ModelSource]]:
-    """Find the model source of each phase, and check the patterns of `--trained`.
+    """Find the model source of each phase, and check the patterns of `--trained`. Raises UserError.
 
-    Args:
-        tokens: special tokens of the vocabulary, see `model_source`.
-
-    Returns:
-        Pairs of a phase and its source.
-
-    Raises:
-        UserError: a source or a pattern is invalid.
+    `tokens` are the special tokens of the vocabulary, see `model_source`.
     """
     found = [(phase, model_source(phase.args, backend, tokens)) for phase in phases]
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from lm_experiments_tools.data.loader import ValidLoader
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.modules.inspection import forward_names
-from lm_experiments_tools.tracking.curve import plot_curve
-from lm_experiments_tools.tracking.examples import example_lines, show_examples
+from lm_experiments_tools.tracking.curve import plot_runs
+from lm_experiments_tools.tracking.examples import example_lines
+from lm_experiments_tools.tracking.tracker import parse_record
 
 if TYPE_CHECKING:
-    from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.training.trainer import TrainingLoop
 
 NUM_EXAMPLES = 3
@@ -27,13 +27,9 @@ Predict = Callable[["TrainingLoop", Any, Mapping[str, Tensor]], tuple[Tensor, Te
 
 
 def write_report(trainer: TrainingLoop, vocabulary: Any, predict: Predict) -> None:
-    """Print losses and examples on rank 0, and write them to report.txt and loss.png of the run.
+    """Print losses and examples on rank 0, and write them to report.txt and loss.png of the run; collective.
 
-    Every worker calls it.
-
-    Args:
-        vocabulary: decodes ids by its `decode`.
-        predict: `written`, `continued` or `unmasked`.
+    `predict` is `written`, `continued` or `unmasked`.
     """
     rows: list[Any] = []
     if trainer.valid_dataloader is not None:
@@ -46,8 +42,9 @@ def write_report(trainer: TrainingLoop, vocabulary: Any, predict: Predict) -> No
     lines = [f"Loss on held-out text: {before}{metrics['valid']['loss']:.3f} after {trainer.state.step} steps"]
     for example in examples:
         lines += ["", *example_lines("held-out", example)]
-    curve = plot_curve(folder / "metrics.jsonl", folder / "loss.png")
-    lines += ["", f"Loss curve:  {curve}", f"TensorBoard: tensorboard --logdir {folder}"]
+    records = map(parse_record, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    plot_runs({folder.name: [*filter(None, records)]}, folder / "loss.png")
+    lines += ["", f"Loss curve:  {folder / 'loss.png'}", f"TensorBoard: tensorboard --logdir {folder}"]
     lines += [f"Checkpoint:  {folder / 'last'} (loads with from_pretrained)"]
     text = "\n".join(lines)
     (folder / "report.txt").write_text(text + "\n", encoding="utf-8")
@@ -61,34 +58,6 @@ def _held_out(source: Any) -> list[dict[str, Tensor]]:
     numbers = np.unique(np.linspace(0, source.num_samples - 1, NUM_EXAMPLES).astype(np.int64))
     batch = source.dataset.batch(numbers)
     return _rows({name: torch.from_numpy(values) for name, values in batch.items()}, NUM_EXAMPLES)
-
-
-class PredictedExamples:
-    """Collector of the first validation rows, which logs them with the model's predictions.
-
-    Args:
-        split: name of the data, such as "valid".
-        vocabulary: decodes token ids by its method `decode`.
-        number: number of rows to show.
-    """
-
-    def __init__(self, trainer: TrainingLoop, split: str, vocabulary: Any, number: int) -> None:
-        self.trainer, self.split, self.vocabulary, self.number = trainer, split, vocabulary, number
-        self.rows: list[dict[str, Tensor]] = []
-
-    def add(self, batch: Mapping[str, Any], outputs: Any) -> None:
-        """Collect the inputs and targets of the first rows."""
-        self.rows += _rows(batch, self.number - len(self.rows))
-
-    def reduce(self, backend: Backend) -> dict[str, float]:
-        """Predict the collected rows, and log those of rank 0 with the predictions.
-
-        Every worker predicts, because a sharded model needs all of them.
-        """
-        examples = _predicted(self.trainer, self.vocabulary, self.rows, written)
-        if backend.is_main:
-            show_examples(self.split, examples, self.trainer.tracker, self.trainer.state.step)
-        return {}
 
 
 def _rows(batch: Mapping[str, Any], number: int) -> list[dict[str, Tensor]]:
@@ -110,22 +79,14 @@ def _predicted(
 
 
 def written(trainer: TrainingLoop, vocabulary: Any, row: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Generate an encoder-decoder's output for the input of a row.
-
-    Args:
-        row: entries of one validation example, such as `input_ids`.
-    """
+    """Generate an encoder-decoder's output for the input of a row of validation data."""
     source, target = _attended(row, "input_ids"), row["labels"][row["labels"] != IGNORED_LABEL]
     found = _generated(trainer, vocabulary, source, len(target) + 1)[1:]
     return source, target, found[(found == vocabulary.eos_id).cumsum(0) == 0]
 
 
 def continued(trainer: TrainingLoop, vocabulary: Any, row: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Generate a language model's continuation of the first half of a row.
-
-    Args:
-        row: entries of one validation example, such as `input_ids`.
-    """
+    """Generate a language model's continuation of the first half of a row."""
     text = row["labels"][row["labels"] != IGNORED_LABEL]
     given, rest = text[: len(text) // 2], text[len(text) // 2 :]
     if not trainer.step.split.has_decoder:
@@ -138,11 +99,7 @@ def continued(trainer: TrainingLoop, vocabulary: Any, row: Mapping[str, Tensor])
 
 
 def unmasked(trainer: TrainingLoop, vocabulary: Any, row: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a row's ids, and the true and the predicted ids at its masked positions, by a masked language model.
-
-    Args:
-        row: entries of one validation example, with `labels` at masked positions.
-    """
+    """Return a row's ids, and the true and the predicted ids at its masked positions, by a masked language model."""
     model, device = trainer.backend.model, trainer.backend.device
     ids, labels = (_attended(row, name) for name in ("input_ids", "labels"))
     inputs = {"input_ids": ids[None].to(device)}

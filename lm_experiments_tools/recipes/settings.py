@@ -16,7 +16,6 @@ class RunSettings(TypedDict, total=False):
     input_seq_len: int
     target_seq_len: int
     tokenizer: str | None
-    show_valid_examples: int
     epochs: float | None
     base_model: str | None
     dropout_rate: float | None
@@ -121,8 +120,6 @@ class FineTuningSettings(RunSettings, total=False):
     tk_instruct: bool
     max_instances_per_task: int | None
     max_instances_per_eval_task: int | None
-    source_lang: str | None
-    target_lang: str | None
     freeze: Sequence[str]
     peft: Literal["lora", "prompt_tuning", "prefix_tuning", "new_tokens"] | None
     lora_r: int
@@ -132,13 +129,13 @@ class FineTuningSettings(RunSettings, total=False):
     num_virtual_tokens: int
     prompt_init_text: str | None
     quantize: Literal["int8", "nf4", "fp4"] | None
-    inference_dtype: Literal["bf16", "fp16"] | None
     device_map: str | None
     embeddings_on_cpu: bool
     thresholds: Any
     metrics: Any
     bleu_tokenize: Literal["13a", "intl", "zh", "char", "none", "ja-mecab", "ko-mecab"] | None
     positive_label: str | None
+    show_valid_examples: int
     num_beams: int
     do_sample: bool
     temperature: float

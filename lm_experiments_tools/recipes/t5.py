@@ -23,7 +23,7 @@ from lm_experiments_tools.models.build import check_positions, check_vocabulary
 from lm_experiments_tools.modules.inspection import evaluated, forward_names
 from lm_experiments_tools.recipes.common import PretrainingData, distilled_loss, labels_alone, save_tokenizer
 from lm_experiments_tools.recipes.recipe import Pretraining
-from lm_experiments_tools.recipes.report import PredictedExamples, continued, unmasked, write_report, written
+from lm_experiments_tools.recipes.report import continued, unmasked, write_report, written
 from lm_experiments_tools.training.losses import MODEL_LOSS
 
 if TYPE_CHECKING:
@@ -93,14 +93,12 @@ class T5Pretraining(Pretraining):
         if args.task == "mlm":
             loss = replace(loss, most_labels=labels_alone(args, self.backend, model))
         takes_no_logits = "return_logits" in forward_names(model) and args.distill_from is None
-        number, vocabulary = args.show_valid_examples, self.data.vocabulary
         return {
             "batch_transform_fn": without_full_masks(model),
             "batch_metrics_fn": pretraining_metrics,  # none of logits, which modeling_t5 then need not hold whole
             "forward_kwargs": {"return_logits": False} if takes_no_logits else None,
             "generate_kwargs": {"do_sample": False},
             "loss": distilled_loss(args, self.backend, model, source.kind, loss),
-            "collect": (lambda split: PredictedExamples(self.trainer, split, vocabulary, number)) if number else None,
         }
 
     def metric_names(self, args: T5PretrainingArgs) -> Sequence[str]:
@@ -123,8 +121,7 @@ class T5Pretraining(Pretraining):
 def pretraining_metrics(batch: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
     """Count correctly generated target tokens, position by position, for the metric `generation_accuracy`.
 
-    Returns:
-        {"generation_accuracy": (number correct, number of all)}; empty without `--use_generate_on_valid`.
+    Returns {"generation_accuracy": (number correct, number of all)}; empty without `--use_generate_on_valid`.
     """
     if "generation_outputs" not in outputs:
         return {}
@@ -170,11 +167,7 @@ def check_model(args: T5PretrainingArgs, model: ModelSource, vocabulary_size: in
 
 
 def check_causality(args: T5PretrainingArgs, model: nn.Module, num_tokens: int = 8) -> None:
-    """Check that a decoder's prediction at the first position does not depend on later tokens. Raises UserError.
-
-    Args:
-        num_tokens: length of the tested input.
-    """
+    """Check that a decoder's prediction at the first position does not depend on later tokens. Raises UserError."""
     if "decoder" not in args.objective().models or getattr(model.config, "is_encoder_decoder", False):
         return
     ids = torch.arange(num_tokens)[None]
@@ -195,14 +188,7 @@ def pretraining_data(
 ) -> PretrainingData:
     """Open training and validation data. Raw text is tokenized first, by one worker of each machine.
 
-    Every worker must call this function.
-
-    Args:
-        sources: vocabulary and token files.
-        model_kind: "encoder", "encoder-decoder" or "decoder".
-
-    Raises:
-        UserError: data is missing, empty or damaged, or the objective does not support the settings.
+    Every worker must call this function. Raises UserError.
     """
     vocabulary = sources.vocabulary
     if args.is_registered_task():

@@ -33,11 +33,7 @@ USUAL_VOCABULARY = "./vocabs/sentencepiece.model"  # the default of --vocab in t
 
 
 def sources_of_phases(args: T5PretrainingArgs) -> list[T5Sources]:
-    """Open the vocabulary and data of each phase of a run. A run without `--phases` has one phase.
-
-    Raises:
-        UserError: an error of `T5Sources`, or token files of different vocabularies.
-    """
+    """Open vocabulary and data of each phase; a run without `--phases` has one. UserError for two vocabularies."""
     sources = [T5Sources(phase) for phase in phases_of(args)]
     for number, found in enumerate(sources, 1):
         if found.vocabulary.fingerprint != sources[0].vocabulary.fingerprint:
@@ -85,11 +81,7 @@ class T5Sources:
         return self._prefixes[path]
 
     def tokens(self, path: str) -> IndexedDataset:
-        """Open the token file of a data path. Text is tokenized first and cached.
-
-        Raises:
-            UserError: the files are damaged, or the text cannot be tokenized.
-        """
+        """Open the token file of a data path. Text is tokenized first and cached. Raises UserError."""
         if path not in self._opened:
             if self.prefix(path) is None:
                 end = self._args.ends_documents()
@@ -143,11 +135,7 @@ class T5Sources:
 def tokenized(
     path: str, vocabulary: Tokenizer, args: T5PretrainingArgs | BertPretrainingArgs, *, append_eos: bool
 ) -> IndexedDataset:
-    """Tokenize a text file into a cached token file and open it.
-
-    Raises:
-        UserError: the text cannot be tokenized, or has more unusable lines than `--max_bad_lines`.
-    """
+    """Tokenize a text file into a cached token file and open it. UserError beyond `--max_bad_lines`."""
     prefix = ensure_tokenized(
         path, vocabulary, CACHE, append_eos=append_eos, workers=args.data_n_workers, text_key=args.text_key,
         document_per_line=args.document_per_line, max_bad_lines=args.max_bad_lines,

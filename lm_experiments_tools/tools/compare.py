@@ -68,7 +68,7 @@ def run(args: CompareArgs) -> None:
     if args.plot is not None:
         from lm_experiments_tools.tracking.curve import plot_runs
 
-        plot_runs({run.name: run.records for run in runs}, args.plot)
+        plot_runs({run.name: run.records for run in runs}, Path(args.plot))
         print(f"\n{args.plot}: training loss, and validation loss dashed")
     for problem in problems:
         print(problem, file=sys.stderr)

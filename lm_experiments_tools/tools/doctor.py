@@ -1,4 +1,4 @@
-"""Report versions, devices and missing packages of this machine.
+"""Report versions and devices of this machine.
 
     lmtools doctor
 
@@ -10,17 +10,12 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import platform
-import re
 import subprocess
 import textwrap
 from dataclasses import dataclass
-from pathlib import Path
-
-from packaging.requirements import Requirement
 
 from lm_experiments_tools.tracking.run_directory import describe_environment
 
-_PACKAGE = "lm_experiments_tools"
 _BUILD = "lmtools build-horovod"
 _PACKAGES = (
     "torch", "transformers", "numpy", "tokenizers", "sentencepiece", "tensorboard", "accelerate", "deepspeed",
@@ -35,16 +30,13 @@ class DoctorArgs:
 
 def run(args: DoctorArgs) -> int:
     """Print a report on this machine; returns 0 if training can run here, otherwise 1."""
-    missing, (trains, one_process) = missing_requirements(), _one_process()
-    trains = trains and "" not in missing
+    trains, one_process = _one_process()
     found = {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
     versions = " | ".join(f"{name} {version or '-'}" for name, version in found.items())
     cpu = describe_environment()["cpu"]
     print("\n".join(["versions", *textwrap.wrap(versions, 100, initial_indent="  ", subsequent_indent="  ")]))
     print(f"one update   {one_process}\nhorovod      {_horovod()}\ncpu          {cpu['model']}, {cpu['count']} cores")
     print(f"gpus         {_gpus() or 'none (nvidia-smi)'}")
-    for extra, packages in missing.items():
-        print(f"to install   {', '.join(packages)}: {_remedy(extra)}")
     print(f"training {'can' if trains else 'cannot'} run here")
     return 0 if trains else 1
 
@@ -74,35 +66,6 @@ def _horovod() -> str:
     except (ImportError, OSError) as error:
         return f"not there ({error}); build it by: {_BUILD}"
     return "works"
-
-
-def missing_requirements() -> dict[str, list[str]]:
-    """Return the missing or outdated requirements of each extra (`pip install lm_experiments_tools[EXTRA]`).
-
-    The key "" has the requirements of the package itself.
-    """
-    found: dict[str, list[str]] = {}
-    try:
-        lines = importlib.metadata.requires(_PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:  # run from a clone
-        return found
-    for line in lines:
-        requirement, named = Requirement(line), re.search(r'extra == "([^"]+)"', line)
-        extra = named[1] if named else ""
-        applies = requirement.marker is None or requirement.marker.evaluate({"extra": extra})
-        installed = _version(requirement.name)
-        is_there = installed is not None and requirement.specifier.contains(installed, prereleases=True)
-        if applies and extra not in ("dev", "all") and not is_there:
-            found.setdefault(extra, []).append(line.partition(";")[0].strip())
-    return found
-
-
-def _remedy(extra: str) -> str:
-    """The command that installs an extra; Horovod is built after that."""
-    folder = Path(__file__).resolve().parents[2]
-    source, option = (str(folder), "-e ") if (folder / "setup.py").is_file() else (_PACKAGE, "")
-    command = f'pip install {option}"{source}{f"[{extra}]" if extra else ""}"'
-    return f"{command} && {_BUILD}" if extra == "horovod" else command
 
 
 def _version(name: str) -> str | None:

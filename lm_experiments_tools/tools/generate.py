@@ -90,13 +90,12 @@ def run(args: GenerateArgs) -> None:
     texts = _texts(args)
     out = sys.stdout
     with redirect_stdout(sys.stderr):  # libraries print when they are imported
-        for answer in _started(args, texts):
+        for answer in _all_answers(args, texts):
             is_utf8 = out.encoding.lower() in ("utf-8", "utf8")
             print(json.dumps(answer, ensure_ascii=not is_utf8) if args.json else _shown(answer), file=out, flush=True)
 
 
-def _started(args: GenerateArgs, texts: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """All outputs, batch by batch."""
+def _all_answers(args: GenerateArgs, texts: Sequence[str]) -> Iterator[dict[str, Any]]:
     import torch
 
     from lm_experiments_tools.checkpoint.source import find_source
@@ -208,15 +207,13 @@ def _written(opened: Opened, batch: BatchEncoding, args: GenerateArgs) -> list[d
 
 
 def text_of(tokenizer: Any, row: Sequence[int]) -> str:
-    """Decode token ids to text, without the tokens that frame it, such as eos and the codes of languages.
+    """Decode token ids to text, without the tokens that frame it, such as eos.
 
     Sentinels and users' own special tokens are text, as in the predictions of fine-tuning.
     """
     from lm_experiments_tools.data.examples.text_encoder import framing_ids
 
     hidden = framing_ids(tokenizer) | {tokenizer.mask_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id}
-    if hasattr(tokenizer, "set_tgt_lang_special_tokens"):
-        hidden |= {*tokenizer.all_special_ids}
     return tokenizer.decode([token for token in swap_sentinels(tokenizer, row) if token not in hidden]).strip()
 
 

@@ -70,15 +70,9 @@ class Loading(NamedTuple):
 
 @contextmanager
 def new_folder(folder: Path, flag: str = "--to") -> Iterator[Path]:
-    """Context that creates a folder as a whole or not at all.
+    """Context that creates a folder as a whole or not at all. UserError if `folder` exists and is not empty.
 
     It yields a temporary folder, which is renamed to `folder` at the end, or removed after an error.
-
-    Args:
-        flag: name of the flag that names `folder`, for error messages.
-
-    Raises:
-        UserError: `folder` exists and is not empty.
     """
     folder = folder.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -99,16 +93,7 @@ def write_folder(opened: Opened, folder: Path, max_shard_size: str) -> Loading:
     """Write a model as a folder for the Hugging Face Hub, then load the folder and compare the logits.
 
     The folder gets configuration, weights in the dtype in which they were saved, tokenizer and the user's code.
-
-    Args:
-        opened: the model, and where it was loaded from.
-        max_shard_size: largest size of a weights file, such as "5GB".
-
-    Returns:
-        How other programs load the folder.
-
-    Raises:
-        UserError: the folder cannot be loaded, or its logits are not bit-identical to the model's.
+    UserError if its logits are not bit-identical to the model's.
     """
     source, model = opened.source, opened.model
     inputs = example_inputs(model)
@@ -161,11 +146,7 @@ def example_inputs(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def logits_of(model: torch.nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """Compute a model's logits, or the last hidden states of a model without a head.
-
-    Args:
-        inputs: arguments of the model's forward.
-    """
+    """Compute a model's logits, or the last hidden states of a model without a head."""
     with torch.no_grad():
         output = model(**inputs)
     return output[next((name for name in _OUTPUTS if name in output), 0)]
@@ -218,12 +199,7 @@ def _package(cls: type) -> str:
 
 
 def write_card(opened: Opened, folder: Path, name: str, loading: Loading) -> None:
-    """Write the model card README.md into `folder`.
-
-    Args:
-        name: final name of the folder.
-        loading: code that loads the model.
-    """
+    """Write the model card README.md into `folder`, whose final name is `name`."""
     model, pipelines = opened.model, {"encoder": "fill-mask", "decoder": "text-generation"}
     classifies = opened.reader == "AutoModelForSequenceClassification"
     data = ModelCardData(

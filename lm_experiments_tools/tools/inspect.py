@@ -41,10 +41,8 @@ class SampleArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenArgs:
-    """Statistics of tokens: which documents are counted, and what is reported."""
+    """Which documents are counted."""
 
-    frequent: Annotated[int, NOT_NEGATIVE] = 12
-    """Most frequent tokens to show."""
     documents: Annotated[int | None, COUNT] = None
     """Inspect only the first N documents of each --data_path. None: all; 10000 of a Hugging Face dataset and with
     --streaming."""
@@ -79,11 +77,7 @@ SCRIPTS = {"pretrain-t5": InspectT5Args, "pretrain-bert": InspectBertArgs, "fine
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `lmtools inspect`; returns the exit code. Raises UserError.
-
-    Args:
-        argv: name of a training script, then its flags.
-    """
+    """Run `lmtools inspect` with the name of a script and its flags; returns the exit code. Raises UserError."""
     script, args, _ = parse_flags_of_script("inspect", argv, SCRIPTS, __doc__)
     show(script, args)
     return 0

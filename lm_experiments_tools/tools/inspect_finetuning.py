@@ -23,11 +23,7 @@ Section = tuple[str, Facts, Samples]
 
 
 def sections(args: Any) -> Iterator[Section]:
-    """Describe the training, validation and test data, as far as the run has them.
-
-    Returns:
-        Iterator over sections (title, facts, samples): facts are (name, value) lines, samples are printed examples.
-    """
+    """Describe the training, validation and test data, as far as the run has them: title, facts, samples."""
     if not args.data_path and args.measures_nothing():
         raise UserError("there is nothing to inspect: give --data_path, --valid_data_path or --test_data_path.")
     # One worker reads the rows of all: the same global batches.

@@ -19,7 +19,7 @@ from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.tokens.holdout import hold_out
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, token_prefix
-from lm_experiments_tools.data.tokens.tokenize import EncodedWriter, TextEncoder
+from lm_experiments_tools.data.tokens.tokenize import EncodedWriter, TextEncoder, report_unknown
 from lm_experiments_tools.models.from_args import model_source
 from lm_experiments_tools.recipes.bert import (
     bert_datasets,
@@ -40,20 +40,16 @@ _DOCUMENTS_AT_ONCE = 64
 
 
 def t5_sections(args: Any) -> Iterator[Section]:
-    """Describe each data path of T5 pre-training, then the training examples made from all of them.
-
-    Returns:
-        Iterator over sections (title, facts, samples): facts are (name, value) lines, samples are printed examples.
-    """
+    """Describe each data path of T5 pre-training, then the training examples made from all of them."""
     args = replace(args, valid_data_path=None, validate_only=False)
     data = T5Sources(args)
     os.chdir(args.working_folder())
-    vocabulary, sources = data.vocabulary, []
+    sources = []
     with tempfile.TemporaryDirectory() as folder:
         for number, path in enumerate(args.data_path):
             source = _t5_source(path, data, args, Path(folder) / str(number))
             sources.append(source)
-            yield source.title(), token_facts(source, args, vocabulary.size, vocabulary.unk_id, vocabulary.piece), []
+            yield source.title(), token_facts(source), []
         yield _t5_training(args, sources, data, folder)
 
 
@@ -85,7 +81,9 @@ def _first_documents(
         is_whole = next(documents, None) is None
         meta = {"vocab_sha256": vocabulary.fingerprint, "vocab_file": vocabulary.recorded_as}
         writer.finalize({"num_bytes": writer.num_bytes} | meta)
-    return TokenSource(path, IndexedDataset(scratch), is_whole)
+    tokens = IndexedDataset(scratch)
+    report_unknown(tokens, vocabulary.unk_id)
+    return TokenSource(path, tokens, is_whole)
 
 
 def _training_tokens(args: Any, sources: list[TokenSource], scratch: str) -> tuple[list[IndexedDataset], Facts]:
@@ -126,20 +124,14 @@ def _t5_training(args: Any, sources: list[TokenSource], data: T5Sources, scratch
 
 
 def bert_sections(args: Any) -> Iterator[Section]:
-    """Change to `--working_dir`; describe each data path of BERT pre-training, then the examples made from all.
-
-    Returns:
-        Iterator over sections (title, facts, samples): facts are (name, value) lines, samples are printed examples.
-    """
+    """Change to `--working_dir`; describe each data path of BERT pre-training, then the examples made from all."""
     os.chdir(args.working_folder())
     tokenizer, sources = bert_tokenizer(args), []
     with tempfile.TemporaryDirectory() as folder:
         for number, path in enumerate(args.data_path):
             source = _bert_source(path, tokenizer, args, Path(folder) / str(number))
             sources.append(source)
-            ids = (tokenizer.size, tokenizer.unk_id, tokenizer.piece)
-            facts = token_facts(source, args, *ids, args.packing == SENTENCES)
-            yield source.title(), facts, []
+            yield source.title(), token_facts(source, args.packing == SENTENCES), []
         yield _bert_training(args, sources, tokenizer, folder)
 
 
@@ -147,6 +139,7 @@ def _bert_source(path: str, tokenizer: Any, args: Any, scratch: Path) -> TokenSo
     if args.packing == SENTENCES:
         tokens = open_sentences(path)
         check_tokenizer(tokens, tokenizer)
+        report_unknown(tokens, tokenizer.unk_id)
         return open_source(path, tokens, args, scratch)
     first = None if token_prefix(path) is not None else _first_documents(path, tokenizer, False, args, scratch)
     return first or open_source(path, open_documents(path, args, tokenizer), args, scratch)

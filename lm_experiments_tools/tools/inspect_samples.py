@@ -139,13 +139,7 @@ def render_predictions(
 
 
 def render_sample(row: Mapping[str, np.ndarray], rendering: Rendering, label: str | None = None) -> list[str]:
-    """Format one row of a batch as lines, one for each entry.
-
-    Args:
-        row: `input_ids` int64[length], `labels` and other entries of the batch.
-        rendering: how to print them.
-        label: text of `labels` if they are not token ids.
-    """
+    """Format one row of a batch as lines, one for each entry; `label` is the text of labels that are no token ids."""
     inputs, labels = np.asarray(row["input_ids"]), np.asarray(row["labels"])
     decode, shown = rendering.decode, {**rendering.shown, IGNORED_LABEL: "(ignored)"}
     attended = int(np.asarray(row["attention_mask"]).sum()) if "attention_mask" in row else len(inputs)

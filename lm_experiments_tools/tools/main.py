@@ -32,7 +32,7 @@ COMMANDS = {
     "export": "write a model for the Hugging Face Hub or as ONNX, and check that it loads with equal logits",
     "convert": "convert weights of t5-experiments, nanoT5 or t5x to a folder for from_pretrained",
     "compare": "a table of runs: progress, metrics, and the settings that differ",
-    "doctor": "report what works here: versions, backends, devices, compilers; what to install",
+    "doctor": "report what works here: versions, Horovod, devices",
     "settings": "copy accelerate_configs/, settings of accelerate launch, to a folder",
     "schema": "print the JSON schema of a script's YAML file, or a shell's completion of commands and flags",
 }
@@ -94,11 +94,8 @@ def _run(name: str, argv: list[str]) -> int:
 def with_names(argv: list[str], flags: str | tuple[str, str]) -> list[str]:
     """Insert the flags of words that the user wrote without one.
 
-    `RUN "a text"` becomes `--from_pretrained RUN --text "a text"`.
-
-    Args:
-        argv: the command's words.
-        flags: the flag for all words without one, or a pair: the flag for the first word and that for the others.
+    `RUN "a text"` becomes `--from_pretrained RUN --text "a text"`. `flags` is the flag for all of them, or a pair: the
+    flag for the first word and that for the others.
     """
     names = [flags] if isinstance(flags, str) else list(flags)
     words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))

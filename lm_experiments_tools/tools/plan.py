@@ -58,11 +58,7 @@ SCRIPTS = {"pretrain-t5": PlanT5Args, "pretrain-bert": PlanBertArgs, "finetune":
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `lmtools plan`; returns the exit code. Raises UserError.
-
-    Args:
-        argv: name of a training script, then flags.
-    """
+    """Run `lmtools plan` with the name of a script and its flags; returns the exit code. Raises UserError."""
     _, args, origins = parse_flags_of_script("plan", argv, SCRIPTS, __doc__)
     from lm_experiments_tools.planning.show import show  # torch, which a mistyped flag need not wait for
 

@@ -19,14 +19,9 @@ _INHERIT = {
 def parse_flags_of_script(
     command: str, argv: Sequence[str], classes: Mapping[str, type], description: str | None
 ) -> tuple[str, Any, dict[str, str]]:
-    """Parse the name of a training script and its flags.
+    """Parse the name of a training script (default: pretrain-t5) and its flags, by the dataclass that `classes` names.
 
-    Args:
-        argv: name of a script (default: pretrain-t5), then flags.
-        classes: script -> dataclass of its flags and those of the command.
-
-    Returns:
-        Name of the script, arguments, and the origin of each value.
+    Returns name of the script, arguments, and the origin of each value.
     """
     is_named = bool(argv) and not argv[0].startswith("-")
     name, *flags = argv if is_named else ["pretrain-t5", *argv]

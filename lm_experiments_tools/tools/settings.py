@@ -18,11 +18,7 @@ class SettingsArgs:
 
 
 def run(args: SettingsArgs) -> None:
-    """Copy accelerate_configs/ and print its files.
-
-    Raises:
-        UserError: the folder exists.
-    """
+    """Copy accelerate_configs/ and print its files. UserError if the folder exists."""
     folder = Path(args.output) / SETTINGS.name
     if folder.exists():
         raise UserError(f"{folder} is there already: remove it, or choose another --output.")

@@ -23,8 +23,6 @@ from typing import Any
 from lm_experiments_tools.checkpoint.manifest import parse_step
 from lm_experiments_tools.checkpoint.source import find_source
 from lm_experiments_tools.data.examples.text_encoder import added_end
-from lm_experiments_tools.data.text.records import RejectedRecords, rows
-from lm_experiments_tools.data.text.sources import file_of_split
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.files import dump_json
 from lm_experiments_tools.models.saved import open_saved, position_of, run_folder
@@ -37,7 +35,6 @@ _INSTALL = {
     "mteb": "pip install 'mteb>=2'",
 }
 _ENCODERS = "sentence_transformers"
-_FIELDS = ("sentence1", "sentence2", "score")
 _SETTINGS = ("num_fewshot", "limit")
 
 
@@ -46,8 +43,8 @@ class Suite:
     """A benchmark suite of another project, and the tasks of it that are evaluated.
 
     Attributes:
-        name: "lm_eval", "sts" or "mteb"; also the split name of its values in metrics.jsonl.
-        tasks: names, YAML files (lm_eval), data files (sts) or module:Class (mteb).
+        name: "lm_eval" or "mteb"; also the split name of its values in metrics.jsonl.
+        tasks: names, YAML files (lm_eval) or module:Class (mteb).
         settings: flags that affect the values. A task is measured again if its recorded values have other settings.
         model_cls: class of the model; None for the class it was saved from.
     """
@@ -60,18 +57,14 @@ class Suite:
 
     def measure(self, name: str, tasks: Sequence[str]) -> Iterator[tuple[str, dict[str, float]]]:
         """Evaluate a model on some tasks of the suite; yields (task, values) after each task."""
-        yield from {"lm_eval": _lm_eval, "sts": _sts, "mteb": _mteb}[self.name](self, name, tasks)
+        yield from {"lm_eval": _lm_eval, "mteb": _mteb}[self.name](self, name, tasks)
 
     def check(self) -> None:
-        """Check that the packages, files and tasks of the suite exist. Raises UserError."""
-        for package in {"lm_eval": ["lm_eval"], "mteb": ["mteb", _ENCODERS], "sts": [_ENCODERS]}.get(self.name, ()):
-            _package(package)
-        missing = [task for task in self.tasks if not Path(task).exists()]
-        if self.name == "sts" and missing:
-            raise UserError(f"--tasks {missing[0]}: there is no such file.")
+        """Check that the packages and tasks of the suite exist. Raises UserError."""
         if self.name == "lm_eval":
             _lm_eval_tasks(self.tasks)
-        if self.name == "mteb":
+        else:
+            _package(_ENCODERS)
             _mteb_tasks(self.tasks)
 
 
@@ -221,29 +214,6 @@ def _encoder(name: str, model_cls: str | None) -> Any:
             return SentenceTransformer(str(source.path or source.name), trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{name}: sentence-transformers cannot read it ({first_line(error)}).") from error
-
-
-def _sts(suite: Suite, name: str, tasks: Sequence[str]) -> Iterator[tuple[str, dict[str, float]]]:
-    from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
-
-    encoder = _encoder(name, suite.model_cls)
-    for task in tasks:
-        columns = _pairs(task)
-        evaluator = EmbeddingSimilarityEvaluator(
-            *columns, main_similarity="cosine", batch_size=suite.batch_size, write_csv=False
-        )
-        stem = Path(task).stem
-        yield task, {f"{stem}/{key}": float(value) for key, value in evaluator(encoder).items()}
-
-
-def _pairs(task: str) -> tuple[list[str], list[str], list[float]]:
-    """sentence1, sentence2 and score of the rows of a file. Raises UserError."""
-    found = [row.value for row in rows(file_of_split(task, "valid"), RejectedRecords(0))]
-    for number, row in enumerate(found, 1):
-        if missing := [name for name in _FIELDS if name not in row]:
-            raise UserError(f"--tasks {task}: row {number} has no {', '.join(missing)}: give {', '.join(_FIELDS)}.")
-    scores = [float(row["score"]) for row in found]
-    return [str(row["sentence1"]) for row in found], [str(row["sentence2"]) for row in found], scores
 
 
 def _mteb_tasks(tasks: Sequence[str]) -> dict[str, Any]:

@@ -41,11 +41,7 @@ class VocabArgs:
 
 
 def run(args: VocabArgs) -> None:
-    """Train a vocabulary and print its size.
-
-    Raises:
-        UserError: the output exists, or the training fails.
-    """
+    """Train a vocabulary and print its size. Raises UserError."""
     if Path(args.output).exists() and not args.overwrite:
         raise UserError(
             f"--output {args.output} exists, and models may depend on it: name another, or give --overwrite."

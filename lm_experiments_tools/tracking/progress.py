@@ -28,11 +28,8 @@ def shows_progress(stream: IO[str]) -> bool:
 def make_bar(items: Iterable[T] | None = None, *, show: bool = True, delay: float = _DELAY, **options: Any) -> Any:
     """Create a tqdm bar on stderr, which shows nothing if nobody would see it move.
 
-    Args:
-        items: what to iterate over; None for a bar that is moved by `update`.
-        show: False on other workers than the first.
-        delay: seconds before the bar appears.
-        options: arguments of tqdm, such as desc, total and unit.
+    Without `items` it is moved by `update`. `delay` are the seconds before it appears; `show` is False on other
+    workers than the first. `options` are tqdm's, such as desc, total and unit.
     """
     if in_notebook() and importlib.util.find_spec("ipywidgets"):
         from tqdm.notebook import tqdm

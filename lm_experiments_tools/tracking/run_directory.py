@@ -1,6 +1,6 @@
 """The run directory (`--model_path`): settings, code version, environment and logs of a run.
 
-runs/name/config.json config.yaml cmd.sh git.diff git_status.txt env.json model_config.json  (first start)
+runs/name/config.json config.yaml git.diff git_status.txt env.json model_config.json  (first start)
           config.1.json config.1.yaml ...  (second start)
           logs/rank0.log ...   metrics.jsonl  metrics.json  events.out.tfevents.*
           checkpoints/step_000500/   best -> checkpoints/step_...   last -> checkpoints/step_...
@@ -19,17 +19,16 @@ import logging.handlers
 import os
 import platform
 import re
-import shlex
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import psutil
 
-from lm_experiments_tools.config.flags import DEFAULT, harmless_flags
+from lm_experiments_tools.config.flags import harmless_flags
 from lm_experiments_tools.config.pretraining import INHERITED
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import dump_json, read_json, to_jsonable, write_atomic
@@ -44,14 +43,6 @@ logger = logging.getLogger(__name__)
 # the ancestor's extra keys of config.json; everything else in it is an argument
 _EXTRA_KEYS = ("ENV", "MACHINE", "COMMIT", "WORLD_SIZE")
 _ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONPATH")
-_LAUNCHERS = ("torchrun", "horovodrun", "accelerate", "deepspeed", "mpirun", "mpiexec")
-_LAUNCHER_MODULES = (
-    "torch.distributed.run",
-    "torch.distributed.launch",
-    "accelerate.commands.launch",
-    "accelerate.commands.accelerate_cli",
-    "horovod.runner.launch",
-)
 # A setting that only one script has.
 _SCRIPTS = {
     "peft": "run_finetuning.py", "use_nsp": "run_bert_pretraining.py", "noise_density": "run_t5_pretraining.py",
@@ -111,21 +102,14 @@ class RunDirectory:
         self,
         args: Mapping[str, Any],
         origins: Mapping[str, str],
-        argv: Sequence[str],
         model_config: Mapping[str, Any] | None = None,
         *,
         world_size: int | None = None,
     ) -> None:
-        """Write settings, command line, code version and environment of the run, each time its job is started.
+        """Write settings, code version, command line and environment of the run, each time its job is started.
 
-        The first start writes config.json, a restart writes config.1.json, the next one config.2.json.
-
-        Args:
-            args: all arguments, name -> value.
-            origins: name -> where the value came from; these become comments in config.yaml.
-            argv: `sys.argv`.
-            model_config: the model's configuration.
-            world_size: number of workers; None if unknown.
+        The first start writes config.json, a restart writes config.1.json, the next one config.2.json. Origins of
+        arguments become comments in config.yaml. `world_size` is the number of workers, if known.
         """
         config, start = dict(args), _starts(self.path)
         config["ENV"] = {name: os.environ.get(name, "") for name in _ENVIRONMENT}
@@ -133,10 +117,7 @@ class RunDirectory:
         config["COMMIT"] = git_output("rev-parse", "HEAD").decode("ascii", "replace").strip()
         if world_size is not None:
             config["WORLD_SIZE"] = world_size
-        # The command without --model_path would make another folder.
-        more = ("--model_path", args["model_path"]) if origins.get("model_path") == DEFAULT else ()
-        files = {"cmd.sh": relaunch_script(argv, more), "config.yaml": config_yaml(args, origins)}
-        files["env.json"] = dump_json(describe_environment()) + "\n"
+        files = {"config.yaml": config_yaml(args, origins), "env.json": dump_json(describe_environment()) + "\n"}
         diff, status = git_output("diff", "HEAD"), git_output("status", "--porcelain=v1", "--branch")
         if status:
             files |= {"git.diff": diff, "git_status.txt": status}
@@ -145,7 +126,6 @@ class RunDirectory:
         files["config.json"] = dump_json(config, indent=4) + "\n"  # last: it marks the start as recorded
         for name, content in files.items():
             write_atomic(self.path / _numbered(name, start), content)
-        (self.path / _numbered("cmd.sh", start)).chmod(0o755)
 
     def check_compatible(
         self,
@@ -155,19 +135,9 @@ class RunDirectory:
         world_size: int | None = None,
         harmless: Collection[str] = (),
     ) -> dict[str, tuple[Any, Any]]:
-        """Compare this job's arguments with those recorded for the run in this directory.
+        """Compare this job's arguments with those recorded for the run in this directory; returns `differences`.
 
-        Args:
-            args: all arguments, name -> value.
-            resume: log differences instead of raising.
-            world_size: number of workers. If known, only the global batch size must agree, not how it is split.
-            harmless: names of arguments that may differ.
-
-        Returns:
-            name -> (recorded, new) for arguments that differ; empty for a new run.
-
-        Raises:
-            UserError: arguments differ and `resume` is False.
+        UserError if any differ, unless `resume` logs them. With a `world_size` only the global batch size must agree.
         """
         before = settings_in_use(self.path)
         if before is None:
@@ -181,13 +151,11 @@ class RunDirectory:
 def claim_run(args: TrainerArgs, world_size: int | None, *, once_more: bool = False) -> RunDirectory:
     """Open and lock the run directory `args.model_path`, and compare its settings. Call it on rank 0.
 
+    UserError for other settings, a process that still writes there, or a service of `--log_to` that is not installed.
+
     Args:
         world_size: number of workers, to compare global batch sizes; None compares the flags of the batch.
         once_more: with `--resume PATH`, do not log the differing settings again.
-
-    Raises:
-        UserError: the directory holds a run with other settings, or a process still writes to it, or a service of
-            `--log_to` is not installed.
     """
     run = RunDirectory(args.model_path)
     run.claim()
@@ -206,13 +174,7 @@ def check_script(run_dir: Path, before: Mapping[str, Any], args: Mapping[str, An
 
 
 def refuse_or_report(run_dir: Path, differing: Mapping[str, tuple[Any, Any]], *, resume: bool) -> None:
-    """Log the settings that differ from the recorded ones if the run resumes, otherwise raise UserError.
-
-    Args:
-        run_dir: the run directory.
-        differing: name -> (recorded, new); nothing happens if it is empty.
-        resume: True if the run resumes.
-    """
+    """Log the settings that differ, name -> (recorded, new), if the run resumes, otherwise raise UserError."""
     if not differing:
         return
     follow = INHERITED if "from_pretrained" in differing else ()
@@ -224,16 +186,10 @@ def refuse_or_report(run_dir: Path, differing: Mapping[str, tuple[Any, Any]], *,
 
 
 def settings_in_use(run_dir: Path) -> dict[str, Any] | None:
-    """Read the settings with which a run trains, from its run directory.
+    """Read the settings with which a run trains, from its run directory. Raises UserError.
 
     A restarted run records its settings each time. These are the newest ones with which it trained, so a later job
-    with `--validate_only` does not count.
-
-    Returns:
-        The recorded settings; None if the directory has no checkpoints and no metrics.
-
-    Raises:
-        UserError: config.json cannot be read.
+    with `--validate_only` does not count. None if the directory has no checkpoints and no metrics.
     """
     metrics = run_dir / "metrics.jsonl"
     if not any((run_dir / "checkpoints").glob("*")) and not (metrics.exists() and metrics.stat().st_size > 0):
@@ -242,24 +198,10 @@ def settings_in_use(run_dir: Path) -> dict[str, Any] | None:
         path = run_dir / _numbered("config.json", number)
         try:
             config = read_json(path)
-        except UserError as error:  # cut short, by a copy or by the disk
-            if (config := _settings_of_checkpoint(run_dir)) is None:
-                raise UserError(f"{error} Fix or remove it, or choose another --model_path.") from error
-            logger.warning("%s The settings in the newest checkpoint are used.", error)
+        except UserError as error:
+            raise UserError(f"{error} Fix or remove it, or choose another --model_path.") from error
         if not config.get("validate_only"):
             return config
-    return None
-
-
-def _settings_of_checkpoint(run_dir: Path) -> dict[str, Any] | None:
-    """The settings that the newest checkpoint records; None if there is none that can be read."""
-    folders = (run_dir / "checkpoints").glob("step_*")
-    for folder in sorted(folders, key=lambda folder: (len(folder.name), folder.name), reverse=True):
-        with contextlib.suppress(UserError):
-            state = read_json(folder / "trainer_state.json").get("state")
-            if isinstance(state, dict) and state.get("facts"):
-                # Facts hold what --speed chose but not --speed itself, and with auto the recorded choices are kept.
-                return {"speed": "auto", **state["facts"]}
     return None
 
 
@@ -326,12 +268,7 @@ class ConsoleHandler(logging.StreamHandler):
 
 
 def config_yaml(args: Mapping[str, Any], origins: Mapping[str, str]) -> str:
-    """Write a run's arguments as a YAML file for `--config`, one argument a line.
-
-    Args:
-        args: name -> value.
-        origins: name -> where the value came from, written as a comment after the value.
-    """
+    """Write a run's arguments as a YAML file for `--config`, one a line, with their origins as comments."""
     import yaml
 
     lines = []
@@ -341,37 +278,11 @@ def config_yaml(args: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def relaunch_script(argv: Sequence[str], more: Sequence[str] = ()) -> str:
-    """Return a shell script that starts this run again, with its launcher (torchrun, ...) if it has one.
-
-    Args:
-        argv: `sys.argv`.
-        more: words to add to the command.
-    """
-    command = _launcher_command()
-    if command is None:  # `python -m module` is only in orig_argv
-        command = [sys.executable, *(sys.orig_argv[1:] if list(argv) == sys.argv else argv)]
-    exports = [f"export {name}={shlex.quote(os.environ[name])}" for name in _ENVIRONMENT if name in os.environ]
-    return "\n".join(
-        ["#!/bin/sh", f"cd {shlex.quote(_STARTED_IN)}", *exports, f'exec {shlex.join([*command, *more])} "$@"', ""]
-    )
-
-
-def _launcher_command() -> list[str] | None:
-    """The command line of the outermost launcher above this process; None without one, or where it cannot be read."""
-    found = None
-    with contextlib.suppress(psutil.Error):
-        for process in psutil.Process().parents():
-            command = process.cmdline()
-            module = command[command.index("-m") + 1] if "-m" in command[:-1] else ""
-            if module in _LAUNCHER_MODULES or any(Path(part).name in _LAUNCHERS for part in command[:2]):
-                found = command
-    return found
-
-
 def describe_environment() -> dict[str, Any]:
-    """Return the versions of Python and all packages, the platform, CPU, memory and GPUs."""
+    """Return this process's command, the versions of Python and all packages, the platform, CPU, memory and GPUs."""
     description = {
+        "command": sys.orig_argv,
+        "folder": _STARTED_IN,
         "python": sys.version,
         "executable": sys.executable,
         "platform": platform.platform(),
@@ -428,11 +339,7 @@ def differences(
     """Compare two sets of recorded settings; returns name -> (recorded, new) for those in both that differ.
 
     If both have a WORLD_SIZE, and `--reproducible` is off, `global_batch_size` is compared instead of its factors.
-
-    Args:
-        before: recorded settings, as config.json has them.
-        now: new settings.
-        harmless: names of settings that may differ.
+    Settings named in `harmless` may differ.
     """
     then = dict(before)
     now = {name: to_jsonable(value) for name, value in now.items()}

@@ -12,10 +12,10 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_experiments_tools.config.flags import telling_settings
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.files import dump_json, read_json, to_jsonable, write_atomic
 
@@ -47,7 +47,7 @@ class Services:
         for name in names:
             if name != "tensorboard":
                 with self._reported_once(name):
-                    self._open[name] = _opened(name, run_dir, to_jsonable(telling_settings(args)))
+                    self._open[name] = _opened(name, run_dir, to_jsonable(asdict(args)))
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Send one line of metrics.jsonl, parsed to a dict, to all services."""

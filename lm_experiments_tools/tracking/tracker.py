@@ -82,7 +82,6 @@ class Tracker:
         self._jsonl: IO[str] | None = None
         self._events: EventFile | None = None
         self._services: Services | None = None
-        self._metric_tags: dict[str, None] = {}
         self.console: ConsoleLine | None = None
         self.bar: tqdm | None = None
         self.curve: LiveCurve | None = None
@@ -110,8 +109,6 @@ class Tracker:
             for tag, value, x in _scalars(record):
                 if x >= purge_step:
                     self._events.scalar(tag, value, x, record["time"])
-                if tag.endswith(("/iterations/train", "/iterations/valid")):
-                    self._metric_tags[tag] = None
         self._events.flush()
 
     def log(
@@ -153,8 +150,6 @@ class Tracker:
         if self._events is not None:
             for tag, value, x in _scalars(record):
                 self._events.scalar(tag, value, x, record["time"])
-                if tag.startswith(tuple(f"{name}/iterations/" for name in metrics)):
-                    self._metric_tags[tag] = None
             self._events.flush()
         if self._services is not None:
             self._services.log(record)
@@ -165,23 +160,10 @@ class Tracker:
             if self.curve is not None:
                 self.curve.add(split, step, _number(loss))
 
-    def text(self, tag: str, markdown: str, step: int) -> None:
-        """Write Markdown to TensorBoard's text tab."""
-        if self._events is not None:
-            self._events.text(tag, markdown, step)
-            self._events.flush()
-
-    def hparams(self, values: dict[str, Any]) -> None:
-        """Fill TensorBoard's HPARAMS tab with settings and the last logged metrics. Call it at the end of the run."""
-        if self._events is not None:
-            self._events.hparams(values, list(self._metric_tags))
-            self._events.flush()
-
     def close(self) -> None:
         for part in (self.bar, self._events, self._jsonl, self._services):
             if part is not None:
                 part.close()
-        self._events = None  # a later evaluation logs its texts, and no more
 
     def __enter__(self) -> Tracker:
         return self
@@ -210,13 +192,7 @@ class ConsoleLine:
         self._first: tuple[int, float] | None = None
 
     def report(self, split: str, step: int, metrics: dict[str, float], numbers: dict[str, Any]) -> None:
-        """Log one line of metrics to the console; nothing if `metrics` is empty.
-
-        Args:
-            split: name of the data, such as "train".
-            metrics: means over the data.
-            numbers: other numbers, such as lr and tokens_per_second.
-        """
+        """Log one line of means over the data `split` and of other numbers, such as lr; nothing without means."""
         if metrics:
             logger.info(self.format(split, step, metrics, numbers))
 
@@ -245,10 +221,10 @@ class EventFile:
     """A TensorBoard event file, to which metrics are written. Raises ImportError without tensorboard."""
 
     def __init__(self, directory: Path, purge_step: int):
-        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
+        from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._summary, self._tensor, self._types = event_pb2, summary_pb2, tensor_pb2, types_pb2
+        self._event, self._summary = event_pb2, summary_pb2
         # TensorBoard reads files in the order of their names, so the time in the name must grow even when two starts
         # fall into one second or the clock has been set back
         times = [
@@ -266,45 +242,7 @@ class EventFile:
         self._writer.write(event.SerializeToString())
 
     def scalar(self, tag: str, value: float, step: int, wall_time: float) -> None:
-        self._write_summary(self._summary.Summary.Value(tag=tag, simple_value=value), step, wall_time)
-
-    def text(self, tag: str, markdown: str, step: int) -> None:
-        metadata = self._summary.SummaryMetadata()
-        metadata.plugin_data.plugin_name = "text"
-        tensor = self._tensor.TensorProto(dtype=self._types.DT_STRING, string_val=[markdown.encode("utf-8")])
-        tensor.tensor_shape.dim.add(size=1)
-        value = self._summary.Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)
-        self._write_summary(value, step, time.time())
-
-    def hparams(self, values: dict[str, Any], metric_tags: list[str]) -> None:
-        from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
-
-        number = ("number_value", "DATA_TYPE_FLOAT64")
-        kinds = {bool: ("bool_value", "DATA_TYPE_BOOL"), int: number, float: number}
-        kinds[str] = ("string_value", "DATA_TYPE_STRING")
-        experiment, start = api_pb2.Experiment(), plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
-        for name, value in values.items():  # the tab opens on the first five
-            value = value if type(value) in kinds else str(value)
-            field, kind = kinds[type(value)]
-            experiment.hparam_infos.add(name=name, type=getattr(api_pb2, kind))
-            setattr(start.hparams[name], field, value)
-        for tag in metric_tags:
-            experiment.metric_infos.add(name=api_pb2.MetricName(tag=tag))
-        end = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time())
-        for tag, content in (
-            ("_hparams_/experiment", {"experiment": experiment}),
-            ("_hparams_/session_start_info", {"session_start_info": start}),
-            ("_hparams_/session_end_info", {"session_end_info": end}),
-        ):
-            metadata = self._summary.SummaryMetadata()
-            metadata.plugin_data.plugin_name = "hparams"
-            metadata.plugin_data.content = plugin_data_pb2.HParamsPluginData(version=0, **content).SerializeToString()
-            null = self._tensor.TensorProto(dtype=self._types.DT_FLOAT, float_val=[0.0])
-            value = self._summary.Summary.Value(tag=tag, metadata=metadata, tensor=null)
-            self._write_summary(value, 0, time.time())
-
-    def _write_summary(self, value: Any, step: int, wall_time: float) -> None:
-        summary = self._summary.Summary(value=[value])
+        summary = self._summary.Summary(value=[self._summary.Summary.Value(tag=tag, simple_value=value)])
         self._write(self._event.Event(wall_time=wall_time, step=step, summary=summary))
 
     def flush(self) -> None:

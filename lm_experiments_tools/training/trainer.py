@@ -234,7 +234,6 @@ class TrainingLoop:
                 self.saved_at = None
         self.save()
         self.saver.wait()
-        self.tracker.hparams(self.args.telling_settings())
 
     # ---- one step ---------------------------------------------------------------------------------------------------
     def train_step(self, batch: Mapping[str, Any], data_seconds: float = 0.0) -> StepInfo | None:

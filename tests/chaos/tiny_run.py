@@ -144,7 +144,7 @@ def drawn(run: Path) -> Counter:
     tags = events.Tags()
     shown = [(tag, e.step) for tag in tags["scalars"] for e in events.Scalars(tag)]
     shown += [(tag, e.step) for tag in tags["tensors"] for e in events.Tensors(tag)]
-    return Counter((tag, step) for tag, step in shown if not tag.startswith("_hparams_"))
+    return Counter((tag, step) for tag, step in shown)
 
 
 def faults_of_logs(run: Path, whole: Path) -> list[str]:

@@ -24,8 +24,6 @@ CONFLICTS = [
     ({"use_lr_drop": True, "lr_scheduler": "linear"} | VALID, ["--use_lr_drop", "--lr_scheduler"]),
     ({"save_best": True} | RUN, ["--save_best", "--valid_data_path"]),
     ({"validate_only": True}, ["--validate_only", "--valid_data_path"]),
-    ({"show_valid_examples": 2}, ["--show_valid_examples", "validation data"]),
-    ({"show_valid_examples": 2, "task": "causal_lm"} | VALID, ["--show_valid_examples", "has none of its own"]),
     ({"apex_opt_lvl": "O1"}, ["--apex_opt_lvl", "--fp16"]),
     ({"fp16": True, "min_loss_scale": 8.0, "max_loss_scale": 4.0}, ["--min_loss_scale 8", "--max_loss_scale 4"]),
     ({"optimizer": "Adafactor", "warmup_init": True}, ["--warmup_init", "--relative_step"]),

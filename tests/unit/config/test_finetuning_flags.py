@@ -46,10 +46,10 @@ READ = {
 }
 # what training of any kind reads, or what other tests are about
 EVERYWHERE = """model_type task data_path valid_data_path test_data_path max_bad_lines max_train_samples valid_samples
-    test_samples input_seq_len from_pretrained tokenizer freeze quantize inference_dtype device_map embeddings_on_cpu
+    test_samples input_seq_len from_pretrained tokenizer freeze quantize device_map embeddings_on_cpu
     metrics epochs""".split()
 BESIDE_ANOTHER = """peft lora_r lora_alpha lora_dropout lora_targets num_virtual_tokens prompt_init_text
-    temperature top_k top_p length_penalty bleu_tokenize source_lang target_lang""".split()
+    temperature top_k top_p length_penalty bleu_tokenize""".split()
 DATA = {"data_path": ("x",), "valid_data_path": "y"}
 
 

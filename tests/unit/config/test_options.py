@@ -41,11 +41,9 @@ def test_options_of_a_schedule_need_one():
     [
         ({"numbr": 1.0}, "x has no option 'numbr'; did you mean 'number'"),
         ({"first": 1.0}, "x: first is no option but has a flag of its own, --lr: give that"),
-        ({"number": "many"}, "x: number is 'many', but it takes a number, such as 1.0"),
-        ({"count": 1.5}, "x: count is 1.5, but it takes a whole number, such as 3"),
-        ({"kind": 1}, "x: kind is 1, but it takes text, such as 'a'"),
-        ({"pair": 0.9}, r"x: pair is 0.9, but it takes a list, such as \(0.9, 0.99\)"),
-        ({"pair": [0.9, "b"]}, "x: pair is .*, but it takes 2 numbers"),
+        ({"number": "many"}, "x: number is 'many', but it takes a value such as 1.0"),
+        ({"switch": "no"}, "x: switch is 'no', but it takes a value such as False"),
+        ({"pair": 0.9}, r"x: pair is 0.9, but it takes a value such as \(0.9, 0.99\)"),
     ],
 )
 def test_an_option_that_does_not_fit_is_one_sentence(option, sentence):

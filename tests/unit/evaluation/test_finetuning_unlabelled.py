@@ -13,7 +13,6 @@ from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.recipes.finetuning import finetuning_loop
 from lm_experiments_tools.recipes.finetuning_data import finetuning_data
-from lm_experiments_tools.tracking.curve import plot_curve
 from lm_experiments_tools.training.losses import LANGUAGE_MODEL_LOSS, bert_loss
 from lm_experiments_tools.training.metrics import MetricSums
 from run_finetuning import main
@@ -121,7 +120,6 @@ def test_predictions_are_those_of_the_same_data_with_labels(folder, tmp_path, na
 
 
 def test_a_run_with_unlabelled_test_data_trains_ends_and_is_read_again(folder, tmp_path, caplog):
-    pytest.importorskip("matplotlib")
     (tmp_path / "test.tsv").write_text(table("sentence"))
     run = tmp_path / "run"
     flags = {**CLASSIFICATION, "iters": 3, "valid_interval": 1, "save_best": True, "optimize_metric": "accuracy"}
@@ -129,7 +127,6 @@ def test_a_run_with_unlabelled_test_data_trains_ends_and_is_read_again(folder, t
     metrics = start(folder, run, "encoder", "classes.tsv", **flags)
     assert metrics["test"] == {} and set(metrics) == {"train", "valid", "test"}
     assert [line["references"] for line in predictions(run)] == [[]] * 11
-    plot_curve(run / "metrics.jsonl", tmp_path / "loss.png")
     assert start(folder, run, "encoder", "classes.tsv", **flags) == metrics
     flags = {**CLASSIFICATION, "from_pretrained": run, "test_data_path": tmp_path / "test.tsv"}
     again = start(folder, tmp_path / "again", "encoder", "classes.tsv", **flags, validate_only=True)

@@ -85,13 +85,9 @@ def test_refusals(base, monkeypatch):
     with pytest.raises(UserError, match="--quantize does not work with FSDP"):
         check_whole(model, "FSDP", shards=True)
     check_whole(model, "Horovod")
-    for flags, sentence in (
-        ({"quantize": "int8"}, "add --peft lora"),
-        ({"inference_dtype": "bf16"}, "--validate_only"),
-    ):
-        with pytest.raises(UserError, match=sentence):
-            toy_args(base, **flags).check_used()
-        toy_args(base, **flags, validate_only=True).check_used()
+    with pytest.raises(UserError, match="add --peft lora"):
+        toy_args(base, quantize="int8").check_used()
+    toy_args(base, quantize="int8", validate_only=True).check_used()
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
     with pytest.raises(UserError, match=r"--quantize nf4 needs the package bitsandbytes .*pip install bitsandbytes"):
         made(toy_args(base, peft="lora", quantize="nf4"))

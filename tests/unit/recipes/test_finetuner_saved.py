@@ -103,9 +103,7 @@ def test_an_adapter_on_added_tokens_loads_again(folder, kind, tmp_path):
     assert losses[2] == losses[1] != losses[0]
 
 
-@pytest.mark.parametrize(
-    "few", [{"inference_dtype": "bf16"}, {"quantize": "int8"}, {"quantize": "nf4", "inference_dtype": "bf16"}]
-)
+@pytest.mark.parametrize("few", [{"quantize": "int8"}, {"quantize": "nf4"}])
 def test_weights_of_few_bits_answer_and_are_neither_trained_nor_saved(few, tmp_path):
     pytest.importorskip("bitsandbytes")
     save_toy("encoder", tmp_path / "bert")
@@ -119,5 +117,5 @@ def test_weights_of_few_bits_answer_and_are_neither_trained_nor_saved(few, tmp_p
     for call in (coarse.train, lambda: coarse.save(tmp_path / "again")):
         with pytest.raises(UserError, match="holds weights of few bits, for evaluate and predict alone"):
             call()
-    with pytest.raises(UserError, match=r"add --peft lora|add --validate_only"):
+    with pytest.raises(UserError, match="add --peft lora"):
         FinetuningArgs(**{"from_pretrained": "x", "data_path": ("y",), **few}).check_used()

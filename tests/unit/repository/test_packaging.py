@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import runpy
@@ -98,7 +99,8 @@ def test_installed_wheel_trains_away_from_the_sources(site, tmp_path):
     run += "--batch_size 2 --lr 1e-3 --iters 2 --target_seq_len 16 --data_n_workers 1".split()
     lmtools("pretrain-t5", *run)
     assert (tmp_path / "run" / "last" / "model.safetensors").exists()
-    assert "lmtools pretrain-t5 --data_path" in (tmp_path / "run" / "cmd.sh").read_text()
+    command = json.loads((tmp_path / "run" / "env.json").read_text())["command"]
+    assert Path(command[1]).name == "lmtools" and command[2:] == ["pretrain-t5", *run]
 
 
 def requirements(name: str) -> dict[str, Requirement]:

@@ -1,18 +1,15 @@
 """run_t5_pretraining.py and bad input: a sentence each, nothing lost; and a model class from the user's own file."""
 
 import json
-import logging
 import os
 import sys
 from pathlib import Path
 
 import pytest
-from transformers import T5ForConditionalGeneration
 
 from lm_experiments_tools.data.streaming import stream
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.recipes.report import PredictedExamples
 from run_t5_pretraining import main
 from tests.helpers import runs
 from tests.helpers.runs import BERT, T5_RUN, losses, scored_tokens, words, write_toys
@@ -138,31 +135,6 @@ def test_each_objective_learns_and_resumes_exactly(work, vocab, objective):
     assert not (work / "half" / "metrics.superseded.jsonl").exists()
     weights = [(work / run / "last" / "model.safetensors").read_bytes() for run in ("whole", "half")]
     assert weights[0] == weights[1]
-
-
-def test_rows_are_shown_as_transformers_writes_them_and_losses_stay(work, vocab, caplog, monkeypatch):
-    flags = {"valid_data_path": "text.jsonl", "iters": 4, "valid_interval": 2, "lr": 0.03}
-    start(vocab, **flags, model_path="plain")
-    seen, add = [], PredictedExamples.add
-    monkeypatch.setattr(PredictedExamples, "add", lambda self, *of: seen.append((self, *of)) or add(self, *of))
-    start(vocab, **flags, show_valid_examples=2)
-    assert losses("run") == losses("plain")
-    messages = map(logging.LogRecord.getMessage, caplog.records)
-    shown = [text.splitlines() for text in messages if text.startswith("valid example")]
-    assert [lines[0] for lines in shown] == ["valid example 0", "valid example 1"] * 2
-    assert [lines[:3] for lines in shown[:2]] == [lines[:3] for lines in shown[2:]]
-
-    model = T5ForConditionalGeneration.from_pretrained("run/last").eval()
-    collector, batch, _ = seen[0]
-    for ids, labels, lines in zip(batch["input_ids"], batch["labels"], shown[2:], strict=False):
-        ids, labels = ids[ids != 0], labels[labels != -100]
-        written = model.generate(ids[None], do_sample=False, max_new_tokens=len(labels) + 1)[0, 1:].tolist()
-        written = written[: written.index(1)] if 1 in written else written
-        texts = [
-            " ".join(collector.vocabulary.decode(part).split()) for part in (ids.tolist(), labels.tolist(), written)
-        ]
-        names = ("input", "target", "prediction")
-        assert lines[1:] == [f"  {name:<11}{text}" for name, text in zip(names, texts, strict=True)]
 
 
 @pytest.mark.parametrize("objective", ["prefix_lm", "ul2", "causal_lm of a decoder"])

@@ -57,10 +57,8 @@ def test_a_run_is_saved_in_a_folder_that_its_first_and_last_lines_name(work, cap
     assert (work / f"{DATED}-2" / "last").exists()
 
 
-def test_the_recorded_command_and_the_settings_continue_the_run(work, caplog):
+def test_the_recorded_settings_continue_the_run(work, caplog):
     start()
-    recorded = (work / DATED / "cmd.sh").read_text().splitlines()[-1]
-    assert shlex.split(recorded)[-3:] == ["--model_path", DATED, "$@"]
     assert yaml.safe_load((work / DATED / "config.yaml").read_text())["model_path"] == DATED
     caplog.set_level("INFO")
     start(model_path=DATED, iters=3)

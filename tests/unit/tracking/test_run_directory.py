@@ -19,7 +19,6 @@ from lm_experiments_tools.config.flags import harmless_flags
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tracking.run_directory import RunDirectory, setup_logging
-from tests.helpers import ROOT
 
 ARGS = {
     "model_path": "runs/a",
@@ -55,7 +54,7 @@ def in_use(directory: RunDirectory) -> RunDirectory:
 def test_start_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     directory = RunDirectory(tmp_path / "a" / "b")
-    directory.write_start(ARGS, ORIGINS, ["run.py", "--lr", "1e-5"], {"d_model": 16}, world_size=2)
+    directory.write_start(ARGS, ORIGINS, {"d_model": 16}, world_size=2)
     config = json.loads((directory.path / "config.json").read_text())
     assert {name: config[name] for name in ARGS} == ARGS
     assert config["ENV"]["CUDA_VISIBLE_DEVICES"] == "1" and config["MACHINE"] and config["WORLD_SIZE"] == 2
@@ -64,26 +63,27 @@ def test_start_is_recorded(tmp_path, monkeypatch):
     assert "lr: 1.0e-05  # command line" in text.splitlines() and "iters: 100  # run.yaml" in text.splitlines()
     environment = json.loads((directory.path / "env.json").read_text())
     assert environment["packages"]["torch"] == torch.__version__ and environment["python"] == sys.version
+    assert environment["command"] == sys.orig_argv
     assert environment["cpu"]["count"] == os.cpu_count() and environment["gpus"] == []
     assert json.loads((directory.path / "model_config.json").read_text()) == {"d_model": 16}
 
 
 def test_second_start_never_touches_the_first(tmp_path):
     directory = RunDirectory(tmp_path)
-    directory.write_start(ARGS, ORIGINS, ["run.py"], {"d_model": 16})
+    directory.write_start(ARGS, ORIGINS, {"d_model": 16})
     first = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     second = RunDirectory(tmp_path)
-    second.write_start({**ARGS, "iters": 200}, ORIGINS, ["run.py"], {"d_model": 32})
+    second.write_start({**ARGS, "iters": 200}, ORIGINS, {"d_model": 32})
     assert {name: (tmp_path / name).read_bytes() for name in first} == first
     assert json.loads((tmp_path / "config.1.json").read_text())["iters"] == 200
     assert json.loads((tmp_path / "model_config.1.json").read_text()) == {"d_model": 32}
-    assert {"config.1.yaml", "cmd.1.sh", "env.1.json"} <= {file.name for file in tmp_path.iterdir()}
+    assert {"config.1.yaml", "env.1.json"} <= {file.name for file in tmp_path.iterdir()}
 
 
 def test_settings_are_compared_by_meaning_and_refused_by_the_flags_that_were_given(tmp_path):
     before = {"from_pretrained": "runs/a/", "init_checkpoint": "b/../runs/a", "lr": 1}
     directory = in_use(RunDirectory(tmp_path))
-    directory.write_start(before, {}, ["run.py"])
+    directory.write_start(before, {})
     for spelled in ("runs/./a", "runs/a"):
         same = {**before, "from_pretrained": spelled, "init_checkpoint": spelled}
         assert directory.check_compatible(same, resume=False) == {}
@@ -115,7 +115,7 @@ def test_git_state_can_be_restored(tmp_path, monkeypatch):
     (repository / "new.py").write_text("")
     monkeypatch.chdir(repository)
     directory = RunDirectory(tmp_path / "run")
-    directory.write_start(ARGS, {}, ["run.py"])
+    directory.write_start(ARGS, {})
     assert "?? new.py" in (directory.path / "git_status.txt").read_text()
     commit = json.loads((directory.path / "config.json").read_text())["COMMIT"]
     git(repository, "checkout", "--", "code.py")
@@ -124,33 +124,10 @@ def test_git_state_can_be_restored(tmp_path, monkeypatch):
     assert (repository / "code.py").read_text() == "a = 2  # é\n"
 
 
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="launchers are found through /proc")
-def test_cmd_names_the_launcher(tmp_path):
-    script = (
-        "import sys\nfrom lm_experiments_tools.tracking import run_directory\n"
-        "print(run_directory.relaunch_script(sys.argv))\n"
-    )
-    (tmp_path / "worker.py").write_text(script)
-    launcher = "import subprocess, sys\nsubprocess.run([sys.executable, *sys.argv[2:]], check=True)\n"
-    (tmp_path / "torchrun").write_text(launcher)
-    command = [
-        sys.executable,
-        str(tmp_path / "torchrun"),
-        "--nproc_per_node=2",
-        str(tmp_path / "worker.py"),
-        "--lr",
-        "1",
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    assert result.stdout.rstrip().endswith(f'--nproc_per_node=2 {tmp_path / "worker.py"} --lr 1 "$@"')
-    assert "torchrun" in result.stdout
-
-
 def test_other_configuration_is_refused_unless_asked_for(tmp_path, caplog):
     directory = RunDirectory(tmp_path)
     assert directory.check_compatible(ARGS, False) == {}
-    directory.write_start(ARGS, ORIGINS, ["run.py"])
+    directory.write_start(ARGS, ORIGINS)
     changed = {**ARGS, "lr": 3e-4, "iters": 5, "log_interval": 7, "model_path": "elsewhere", "data": (1, 2)}
     assert directory.check_compatible(changed, False) == {}, "nothing was trained yet: nothing to protect"
     in_use(directory)
@@ -165,7 +142,7 @@ def test_other_configuration_is_refused_unless_asked_for(tmp_path, caplog):
 
 def test_another_split_of_the_same_global_batch_is_compatible(tmp_path):
     directory = in_use(RunDirectory(tmp_path))
-    directory.write_start(ARGS, ORIGINS, ["run.py"], world_size=2)
+    directory.write_start(ARGS, ORIGINS, world_size=2)
     same = {**ARGS, "batch_size": 16, "gradient_accumulation_steps": 1}
     assert directory.check_compatible(same, False, world_size=1) == {}
     with pytest.raises(UserError, match=r"global_batch_size \(16 then, 32 now\)"):
@@ -191,7 +168,7 @@ def test_recorded_yaml_gives_the_same_arguments_back(tmp_path):
     given = ["--data_path", "d", "--model_path", str(tmp_path), "--lr", "1e-5", "--model_cfg", "m.json", "--bf16"]
     given += ["--vocab", "v.model"]
     first, origins = parse(T5PretrainingArgs, given)
-    RunDirectory(tmp_path).write_start(asdict(first), origins, ["run.py"])
+    RunDirectory(tmp_path).write_start(asdict(first), origins)
     again, _ = parse(T5PretrainingArgs, ["--config", str(tmp_path / "config.yaml")])
     assert again == first
 

@@ -1,9 +1,8 @@
-"""Runs in trackio and wandb, beside metrics.jsonl; examples in TensorBoard's text tab."""
+"""Runs in trackio and wandb, beside metrics.jsonl."""
 
 import importlib.machinery
 import importlib.util
 import logging
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tracking import services
-from lm_experiments_tools.tracking.examples import show_examples
 from lm_experiments_tools.tracking.run_directory import claim_run
 from lm_experiments_tools.tracking.tracker import Tracker
 
@@ -83,32 +81,6 @@ def test_a_missing_service_is_a_sentence_before_the_run(tmp_path, monkeypatch, f
 def test_a_run_without_a_directory_has_nowhere_to_log_to():
     with pytest.raises(UserError, match="--log_to needs --model_path"):
         TrainerArgs(iters=4, log_to=("wandb",)).check_used()
-
-
-def test_tensorboard_shows_the_texts_of_examples_as_they_are(tmp_path):
-    plugin_util = pytest.importorskip("tensorboard.plugin_util")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    odd = "a|b <extra_id_0> *c* _d_ [e](f) `g` 1 < 2 & 3 \\ #h ~~i~~"
-    examples = [
-        {"id": "q1", "source": odd, "prediction": None, "references": [odd, "two"]},
-        {"id": 2, "source": "line\nline", "prediction": 0.5, "references": []},
-    ]
-    with Tracker(tmp_path, rank=0) as tracker:
-        show_examples("valid", examples, tracker, 7)
-    tracker.text("examples/valid", "after the end", 8)
-    accumulator = EventAccumulator(str(tmp_path))
-    accumulator.Reload()
-    (event,) = accumulator.Tensors("examples/valid/text_summary")
-    assert event.step == 7
-    shown = plugin_util.markdown_to_safe_html(event.tensor_proto.string_val[0])
-    cells = re.findall(r"<t[hd]>(.*?)</t[hd]>", shown, flags=re.DOTALL)
-    literal = odd.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    assert cells == [
-        *("id", "source", "prediction", "references"),
-        *("q1", literal, "None", f"{literal}<br>two"),
-        *("2", "line line", "0.5", ""),
-    ]  # fmt: skip
 
 
 def test_a_run_keeps_its_id_and_another_at_the_same_path_gets_its_own(tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ def test_a_trainer_is_refused_while_another_process_has_the_directory(tmp_path):
 
 def test_settings_that_a_script_has_recorded_are_checked_by_the_library_too(tmp_path):
     run = RunDirectory(tmp_path)
-    run.write_start(asdict(TrainerArgs(batch_size=8, model_path=str(tmp_path))), {}, ["script"], world_size=1)
+    run.write_start(asdict(TrainerArgs(batch_size=8, model_path=str(tmp_path))), {}, world_size=1)
     (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)
     with pytest.raises(UserError, match=r"holds a run with other settings: .*global_batch_size \(8 then, 4 now\)"):
         loop(tmp_path)

@@ -9,7 +9,7 @@ import pytest
 
 from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, search_sorted
-from lm_experiments_tools.tools.inspect_tokens import document_lengths, token_frequencies
+from lm_experiments_tools.tools.inspect_tokens import document_lengths
 from megatron.bert_dataset import BertDataset
 from megatron.sample_mapping import MappingSettings, build_mapping, load_mapping
 
@@ -43,7 +43,6 @@ def large(tmp_path_factory):
 def small_blocks(monkeypatch):
     """Blocks as small beside this index as the usual ones are beside a large one."""
     monkeypatch.setattr("lm_experiments_tools.data.tokens.indexed._CHECK_BLOCK", 1 << 14)
-    monkeypatch.setattr("lm_experiments_tools.tools.inspect_tokens._BLOCK", 1 << 16)
     monkeypatch.setattr("megatron.sample_mapping._CHUNK", 1 << 13)
 
 
@@ -102,6 +101,5 @@ def test_the_mapping_goes_to_its_file_in_parts(large, small_blocks, tmp_path):
 def test_statistics_need_little_more_than_they_return(large, small_blocks):
     with most_memory(2 * 8 * DOCUMENTS + SPARE):
         lengths, _ = document_lengths(large)
-        token_frequencies(large, VOCABULARY)
     ends = np.append(large.sequence_pointers // 2, large.num_tokens)
     np.testing.assert_array_equal(lengths, np.diff(ends[large.document_indices]))
