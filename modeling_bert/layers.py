@@ -16,9 +16,9 @@ from lm_experiments_tools.attention.huggingface import layer_layout
 from lm_experiments_tools.attention.kernels.bias import Bias, shared_bias
 from lm_experiments_tools.attention.kernels.call import AttentionSpec, attend, backend_of
 from lm_experiments_tools.attention.layouts import SparsityConfig
-from lm_experiments_tools.attention.positions import PositionScheme, RotaryPosition
+from lm_experiments_tools.attention.positions import PositionScheme, RotaryPosition, rotates
 from lm_experiments_tools.attention.segments import Segments, positions_of
-from lm_experiments_tools.modules.fast_step import Dropout, joined, normed, stream_dtype
+from lm_experiments_tools.modules.fast_step import Dropout, joint_product, normed, stream_dtype
 from modeling_bert.configuration_bert import BertConfig
 from modeling_bert.positions import content_position, local_position, shared_position, window_bias, window_layout
 
@@ -111,7 +111,13 @@ class BertSelfAttention(CanBeFast):
             The output [batch, length, features], and the attention weights [batch, heads, length, length] or None.
         """
         projections = self.query, self.key, self.value
-        features = joined(x, *projections) if self.is_fast and self.training else (part(x) for part in projections)
+        packed = joint_product(x, *projections) if self.is_fast and self.training else None
+        if packed is None:
+            features = [part(x) for part in projections]
+        else:
+            features = packed.split([part.weight.shape[0] for part in projections], dim=-1)
+            if self.group_size == 1 and not rotates(position):
+                spec = spec._replace(packed=packed)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in features)  # [B, H, L, d]
         q, k = position.rotate(q, k, offset)
         if self.group_size > 1:

@@ -29,8 +29,9 @@ from lm_experiments_tools.attention.positions import (
     PositionScheme,
     RelativeBiasPosition,
     named_position,
+    rotates,
 )
-from lm_experiments_tools.modules.fast_step import Dropout, joined
+from lm_experiments_tools.modules.fast_step import Dropout, joined, joint_product
 from lm_experiments_tools.names import resolve_configured
 from modeling_t5.configuration_t5 import T5Config
 from modeling_t5.masks import with_cache, with_window
@@ -238,6 +239,8 @@ class T5Attention(nn.Module):
         self.position_name = "relative_attention_bias" if isinstance(position, RelativeBiasPosition) else "scheme"
         self.add_module(self.position_name, position)
         self.layout = layer_layout(config, layer_idx) if kind == ENCODER_SELF else None
+        is_plain = not config.qk_norm and not rotates(position) and self.num_key_value_heads == config.num_heads
+        self.is_packed = is_plain and kind != DECODER_CROSS  # q, k and v are views of one product
 
     @property
     def position(self) -> PositionScheme:
@@ -285,7 +288,11 @@ class T5Attention(nn.Module):
         states = x if key_value_states is None else key_value_states
         if self.is_fast and self.training and past_key_values is None:
             norms = self.q_norm, self.k_norm, None
-            q, k, v = map(self.split_heads, self.projected(x, states), norms)
+            packed = joint_product(x, self.q, self.k, self.v) if self.is_packed else None
+            features = self.projected(x, states) if packed is None else packed.chunk(3, dim=-1)
+            if packed is not None and packed.dtype != torch.float16:  # which is clamped
+                spec = spec._replace(packed=packed)
+            q, k, v = map(self.split_heads, features, norms)
             if bias is None:  # else the scheme is one that adds, and the first layer is compiled as the others
                 q, k = self.position.rotate(q, k)
         else:

@@ -47,6 +47,11 @@ class PositionScheme(nn.Module):
         return None
 
 
+def rotates(position: PositionScheme) -> bool:
+    """True if an encoding may change queries and keys."""
+    return type(position).rotate is not PositionScheme.rotate
+
+
 class NoPosition(PositionScheme):
     """No positional encoding. A decoder still learns the order from its causal mask."""
 

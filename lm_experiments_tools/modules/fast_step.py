@@ -50,15 +50,23 @@ def is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
 
 def joined(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
     """Compute the outputs of several linear layers on x, by one matrix product if all are plain (`is_plain`)."""
+    product = joint_product(x, *linears)
+    if product is None:
+        return tuple(linear(x) for linear in linears)
+    return product.split([len(linear.weight) for linear in linears], dim=-1)
+
+
+def joint_product(x: Tensor, *linears: nn.Module) -> Tensor | None:
+    """Outputs of several linear layers on x side by side, [..., features of all]; None unless all are plain."""
     biases = [getattr(linear, "bias", None) for linear in linears]
     if not all(is_plain(linear, nn.Linear) for linear in linears) or len({bias is None for bias in biases}) > 1:
-        return tuple(linear(x) for linear in linears)
+        return None
     weights = [linear.weight for linear in linears]
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         weights = [weight.to(torch.get_autocast_dtype(kind)) for weight in weights]
     bias = None if biases[0] is None else torch.cat(biases)
-    return F.linear(x, torch.cat(weights), bias).split([len(weight) for weight in weights], dim=-1)
+    return F.linear(x, torch.cat(weights), bias)
 
 
 def normed(norm: nn.Module, x: Tensor) -> Tensor:

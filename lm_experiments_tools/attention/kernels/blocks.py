@@ -10,7 +10,7 @@ A position bias by distance becomes a few matrices (tiles) of block x block valu
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -226,8 +226,12 @@ def run_backward(
     lse: Tensor | None,
     grad: Tensor,
     trains_tiles: bool,
+    gradients: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute the gradients of q, k, v and the bias tiles (None unless `trains_tiles`); `output`, `lse` are unused."""
+    """Compute the gradients of q, k, v and the bias tiles (None unless `trains_tiles`); `output`, `lse` are unused.
+
+    The first three are written to `gradients` if they are given.
+    """
     block = call.layout.block
     qs, ks, vs, gs = _as_blocks(q, block, call.scale), *(_as_blocks(x, block) for x in (k, v, grad))
     dq, dk, dv = torch.zeros_like(qs), torch.zeros_like(ks), torch.zeros_like(vs)
@@ -248,4 +252,7 @@ def run_backward(
             if d_tiles is not None:
                 by_tile = d_scores.unflatten(2, (-1, block)).transpose(1, 2).reshape(-1, block, block)
                 d_tiles.index_add_(0, call.tiles(chunk), by_tile)
-    return _from_blocks(dq.mul_(call.scale), q), _from_blocks(dk, k), _from_blocks(dv, v), d_tiles
+    found = _from_blocks(dq.mul_(call.scale), q), _from_blocks(dk, k), _from_blocks(dv, v)
+    if gradients is not None:
+        found = [written.copy_(x) for written, x in zip(gradients, found, strict=True)]
+    return *found, d_tiles

@@ -63,6 +63,8 @@ class AttentionSpec(NamedTuple):
         dropout_p: probability of dropping an attention weight; 0 outside training.
         softcap: replace scaled scores s by softcap * tanh(s / softcap) (Gemma 2, arXiv 2408.00118); None for no cap.
             Only the backend "eager" supports it.
+        packed: [batch, length, 3 * heads * head_dim], if q, k and v are views of this tensor. Compiled graphs then
+            compute its gradient as one tensor.
     """
 
     mask: Tensor | None = None
@@ -74,6 +76,7 @@ class AttentionSpec(NamedTuple):
     scale: float | None = None
     dropout_p: float = 0.0
     softcap: float | None = None
+    packed: Tensor | None = None
 
 
 class AttentionInputs(NamedTuple):
@@ -434,7 +437,7 @@ def number_of_layout(layout: AnyLayout) -> int:
 
 def _attend_in_graph(inputs: AttentionInputs, backend: str) -> Tensor:
     """Compute attention while torch.compile traces a model; the graph gets it as one operator (operator.py)."""
-    q, k, v, (mask, key_padding_mask, segment_ids, bias, layout, causal, scale, dropout_p, softcap) = inputs
+    q, k, v, (mask, key_padding_mask, segment_ids, bias, layout, causal, scale, dropout_p, softcap, packed) = inputs
     if softcap is not None:
         raise UserError("softcap has no operator for compiled graphs of block-sparse attention: leave the layout out.")
     queries, keys = (segment_ids, segment_ids) if isinstance(segment_ids, Tensor | None) else segment_ids
@@ -455,6 +458,9 @@ def _attend_in_graph(inputs: AttentionInputs, backend: str) -> Tensor:
     is_causal = True if causal else False  # a comparison of symbolic lengths becomes a constant of the graph
     seed = torch.randint(1 << 62, (), dtype=torch.int64, device="cpu") if dropout_p else None
     number = layout if isinstance(layout, int) else number_of_layout(layout)
-    tensors = q, k, v, values_of(bias), mask, key_padding_mask, queries, keys, seed
+    packed = packed if torch.compiler.is_compiling() else None  # memory estimates are of the eager pass
+    if packed is not None:
+        q, k, v = q.detach(), k.detach(), v.detach()
+    tensors = q, k, v, values_of(bias), mask, key_padding_mask, queries, keys, seed, packed
     settings = number, backend, kind, options, is_causal, scale, dropout_p, [*trained, wants_gradient(bias)]
     return torch.ops.lm_experiments_tools.block_sparse_attention(*tensors, *settings)[0]

@@ -7,7 +7,7 @@ operator's arguments cannot be Python objects.
 The modules of the backends "blocks" and "triton" have four functions for both:
 
 - `prepare(inputs, seed)` returns the settings of a call, then q, k, v and the bias in the form that its kernels read.
-- `run_forward` and `run_backward` compute from these values.
+- `run_forward` and `run_backward` compute from these values. The latter writes to given tensors, or to new ones.
 - `kernel_bias` converts a bias to that form by differentiable operations.
 """
 
@@ -44,10 +44,11 @@ class KernelAttention(torch.autograd.Function):
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? key_padding_mask, Tensor? query_segments, "
-    "Tensor? key_segments, Tensor? seed, SymInt layout, str backend, SymInt kind, SymInt[] options, "
+    "Tensor? key_segments, Tensor? seed, Tensor? packed, SymInt layout, str backend, SymInt kind, SymInt[] options, "
     "bool causal, float? scale, float dropout_p, bool[] trained"
 )
-_NUM_TENSORS, _NUM_INPUTS = 9, 17
+_BACKWARD_INPUTS = _INPUTS.replace("Tensor? packed, ", "") + ", bool packed, bool wants_bias"
+_NUM_TENSORS = 9  # that the kernels read: all but `packed`
 
 
 def _selected(tensors: Sequence[Tensor | None], settings: Sequence) -> tuple[AttentionInputs, ModuleType, int]:
@@ -73,9 +74,10 @@ def _selected(tensors: Sequence[Tensor | None], settings: Sequence) -> tuple[Att
 def operator(q: Tensor, *others: object) -> tuple[Tensor, Tensor]:
     """Compute attention as a custom operator of torch.compile, by the backend that is chosen when it runs.
 
-    Returns the output [batch, heads, query_length, v_dim] and the log-sum-exp of each query's scores.
+    Returns the output [batch, heads, query_length, v_dim] and the log-sum-exp of each query's scores. If q, k and v
+    are detached parts of `packed`, it gets the gradients of all three.
     """
-    inputs, module, seed = _selected((q, *others[: _NUM_TENSORS - 1]), others[_NUM_TENSORS - 1 :])
+    inputs, module, seed = _selected((q, *others[: _NUM_TENSORS - 1]), others[_NUM_TENSORS:])
     with torch.no_grad():
         output, lse = module.run_forward(*module.prepare(inputs, seed))
     return _by_token(output), q.new_zeros(q.shape[:3], dtype=torch.float32) if lse is None else lse
@@ -95,19 +97,34 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor]
 @torch.library.custom_op(
     "lm_experiments_tools::block_sparse_attention_backward",
     mutates_args=(),
-    schema=f"(Tensor grad, Tensor output, Tensor lse, {_INPUTS}, bool wants_bias) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor grad, Tensor output, Tensor lse, {_BACKWARD_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def operator_backward(grad: Tensor, output: Tensor, lse: Tensor, *others: object) -> tuple[Tensor, ...]:
     """Compute the gradients of the custom attention operator with respect to q, k, v and the bias.
 
-    The bias gets an empty tensor unless `wants_bias` is true; `output` and `lse` are results of `operator`.
+    The bias gets an empty tensor unless `wants_bias` is true; `output` and `lse` are results of `operator`. With
+    `packed` the first result is the gradient of all three, and those of k and v are empty.
     """
-    *settings, wants_bias = others[_NUM_TENSORS:]
+    *settings, packed, wants_bias = others[_NUM_TENSORS:]
     inputs, module, seed = _selected(others[:_NUM_TENSORS], settings)
     with torch.no_grad():
+        results, written = _new_gradients(*others[:3], packed)
         call, *tensors = module.prepare(inputs, seed)
-        *gradients, d_bias = module.run_backward(call, *tensors, output, lse, grad, wants_bias)
-    return *map(_by_token, gradients), _of_values(d_bias, inputs, module) if wants_bias else grad.new_empty(0)
+        *_, d_bias = module.run_backward(call, *tensors, output, lse, grad, wants_bias, written)
+    return *results, _of_values(d_bias, inputs, module) if wants_bias else grad.new_empty(0)
+
+
+def _new_gradients(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Empty gradients of q, k and v: the operator's results, and the same memory as [batch, heads, length, dim] each.
+
+    The heads of a token are adjacent in memory.
+    """
+    if not packed:
+        gradients = [x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v)]
+        return gradients, gradients
+    batch, heads, length, dim = q.shape
+    whole = q.new_empty(batch, length, 3, heads, dim)
+    return (whole.flatten(2), q.new_empty(0), q.new_empty(0)), whole.permute(2, 0, 3, 1, 4).unbind()
 
 
 def _of_values(d_bias: Tensor, inputs: AttentionInputs, module: ModuleType) -> Tensor:
@@ -123,19 +140,22 @@ def _of_values(d_bias: Tensor, inputs: AttentionInputs, module: ModuleType) -> T
 def _(
     grad: Tensor, output: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *others: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    gradients = (_by_token(x.new_empty(x.shape)) for x in (q, k, v))
-    return *gradients, bias.new_empty(bias.shape) if others[-1] else q.new_empty(0)
+    *_, packed, wants_bias = others
+    gradients, _ = _new_gradients(q, k, v, packed)
+    return *gradients, bias.new_empty(bias.shape) if wants_bias else q.new_empty(0)
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    ctx.settings = inputs[_NUM_TENSORS:]
+    packed, *settings = inputs[_NUM_TENSORS:]
+    ctx.settings = *settings, packed is not None
     ctx.save_for_backward(*output, *inputs[:_NUM_TENSORS])
 
 
 def _backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    wanted = ctx.needs_input_grad[:4]
-    found = operator_backward(grad, *ctx.saved_tensors, *ctx.settings, wanted[3])
-    return *(x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True)), *[None] * (_NUM_INPUTS - 4)
+    wanted = ctx.needs_input_grad
+    *found, d_bias = operator_backward(grad, *ctx.saved_tensors, *ctx.settings, wanted[3])
+    gradients = dict(zip((_NUM_TENSORS,) if ctx.settings[-1] else (0, 1, 2), found, strict=False)) | {3: d_bias}
+    return tuple(gradients.get(place) if is_wanted else None for place, is_wanted in enumerate(wanted))
 
 
 operator.register_autograd(_backward, setup_context=_setup_context)

@@ -25,7 +25,7 @@ def attend(inputs: AttentionInputs, seed: int = 0) -> Tensor:
     """Compute attention by PyTorch's scaled_dot_product_attention; dropout ignores the seed."""
     q, k, v, spec = inputs
     # An operation on the smallest tensor takes a tenth of the time of a short call: avoid every one.
-    mask, key_padding_mask, segment_ids, bias, layout, causal, scale, dropout_p, _ = spec
+    mask, key_padding_mask, segment_ids, bias, layout, causal, scale, dropout_p, *_ = spec
     on_cpu, dtype = q.is_cpu, q.dtype
     device = "cpu" if on_cpu else q.device.type
     if torch.is_autocast_enabled(device) and dtype == k.dtype == v.dtype:

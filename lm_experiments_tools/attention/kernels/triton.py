@@ -9,7 +9,7 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
@@ -190,10 +190,16 @@ def run_backward(
     lse: Tensor,
     do: Tensor,
     trains_bias: bool,
+    gradients: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute the gradients of q, k, v and the bias values (None unless `trains_bias`) from the output's, `do`."""
+    """Compute the gradients of q, k, v and the bias values (None unless `trains_bias`) from the output's, `do`.
+
+    The first three are written to `gradients` if they are given, with the heads of a token adjacent in memory.
+    """
     scale = call.inputs.spec.scale
-    dq, dk, dv = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
+    if gradients is None:
+        gradients = [x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v)]
+    dq, dk, dv = gradients
     do = do if do.stride() == o.stride() else torch.empty_like(o).copy_(do)
     given = {"q": q, "k": k, "v": v, "do": do, "table": _base_two(table, call)}
     # Filled by the first kernel.
@@ -201,9 +207,10 @@ def run_backward(
     with torch.cuda.device_of(q):
         sums, constants = _sums_of_bias(call, lse) if trains_bias else ({}, {})
         written = {"o": o, "lse": lse, "dq": dq, **dict.fromkeys(_SUMS), **sums}
-        constants = {**dict.fromkeys(_SUM_CONSTANTS, 1), **constants}
+        constants = {**dict.fromkeys(_SUM_CONSTANTS, 1), **constants, "stride_dq": dq.stride(2)}
         call.launch("query_gradient", {**given, **written}, scale=scale, TRAIN_BIAS=trains_bias, **constants)
-        call.launch("key_gradient", {**given, "dk": dk, "dv": dv}, scale=scale)
+        strides = {"stride_dk": dk.stride(2), "stride_dv": dv.stride(2)}
+        call.launch("key_gradient", {**given, "dk": dk, "dv": dv}, scale=scale, **strides)
         d_table = _bias_gradient(call, sums) if trains_bias else None
     return dq, dk, dv, d_table
 

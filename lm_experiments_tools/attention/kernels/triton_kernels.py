@@ -12,7 +12,7 @@ Scores are in base 2: `scale2`, tables and values are multiplied by log2(e). `ls
 
 Shapes: q [batch, heads, query_length, HEAD_DIM], k likewise, v [..., VALUE_DIM]; q, k, v have strides of their own in
 the first three dimensions, the output and its gradient those of `o`. dq, dk and dv are [batch, length, heads, dim] in
-memory. M is a tile of queries, N one of keys.
+memory, each with a stride of its own between tokens. M is a tile of queries, N one of keys.
 """
 
 import triton
@@ -62,10 +62,9 @@ def store_rows(base, values, rows, stride, length, DIM: tl.constexpr, BLOCK_DIM:
 
 
 @triton.jit
-def store_by_token(base, values, rows, batch, head, num_heads, length, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Store rows of one head into [batch, length, heads, DIM]."""
-    base += (batch * length * num_heads + head) * DIM
-    store_rows(base, values, rows, num_heads * DIM, length, DIM, BLOCK_DIM)
+def store_by_token(base, values, rows, batch, head, stride, length, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """Store rows of one head into [batch, length, heads, DIM], where tokens are `stride` apart."""
+    store_rows(base + batch * length * stride + head * DIM, values, rows, stride, length, DIM, BLOCK_DIM)
 
 
 @triton.jit
@@ -378,7 +377,7 @@ def query_gradient_kernel(
     query_segments, key_segments, ranges, order, tiles, tile_bits, seed, drop_below, drop_chance, grow, scale, scale2,
     num_tiles, num_heads, layout_heads, sequences, query_length, key_length, stride_qb, stride_qh, stride_qn,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_on, stride_mask,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    stride_dq, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr, WIDTH: tl.constexpr,
     BIAS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr, RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr,
     HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, TRAIN_BIAS: tl.constexpr,
@@ -430,7 +429,7 @@ def query_gradient_kernel(
             if TRAIN_T5 and NEAR:
                 program = (sequence.to(tl.int64) * num_tiles + tile) * NUM_WINDOWS + window
                 store_near(near_sums + program * (SUM_ROWS * 16), sums, SUM_ROWS, MICRO, FOLD)
-    store_by_token(dq, gradient * scale, queries, batch, head, num_heads, query_length, HEAD_DIM, BLOCK_D)
+    store_by_token(dq, gradient * scale, queries, batch, head, stride_dq, query_length, HEAD_DIM, BLOCK_D)
     if TRAIN_BIAS:
         tl.store(far_sums + (sequence.to(tl.int64) * num_tiles + tile) * 16 + tl.arange(0, 16), tl.sum(row_sums, 0))
 
@@ -441,7 +440,7 @@ def key_gradient_kernel(
     q, k, v, do, pairs, dk, dv, table, key_mask, query_segments, key_segments, ranges, order, tiles,
     tile_bits, seed, drop_below, drop_chance, grow, scale, scale2, num_tiles, num_heads, layout_heads, sequences,
     query_length, key_length, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb,
-    stride_vh, stride_vn, stride_ob, stride_oh, stride_on, stride_mask, HEAD_DIM: tl.constexpr,
+    stride_vh, stride_vn, stride_ob, stride_oh, stride_on, stride_mask, stride_dk, stride_dv, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr,
     CAUSAL: tl.constexpr, DENSE: tl.constexpr, RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr,
@@ -493,5 +492,5 @@ def key_gradient_kernel(
     if HAS_PADDING:  # until here nothing of a key reached another
         seen = (tl.load(key_mask + keys) == 0.0)[:, None]
         dk_tile, dv_tile = tl.where(seen, dk_tile, 0.0), tl.where(seen, dv_tile, 0.0)
-    store_by_token(dk, dk_tile * scale, keys, batch, head, num_heads, key_length, HEAD_DIM, BLOCK_D)
-    store_by_token(dv, dv_tile * grow, keys, batch, head, num_heads, key_length, VALUE_DIM, BLOCK_V)
+    store_by_token(dk, dk_tile * scale, keys, batch, head, stride_dk, key_length, HEAD_DIM, BLOCK_D)
+    store_by_token(dv, dv_tile * grow, keys, batch, head, stride_dv, key_length, VALUE_DIM, BLOCK_V)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 import modeling_bert
@@ -41,12 +42,16 @@ def test_a_compiled_call_is_exact(case, backend):
     assert max(errors(case, backend).values()) < 1e-10
 
 
-def test_the_operator_is_what_it_tells_pytorch():
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_the_operator_is_what_it_tells_pytorch(is_packed):
     q, k, v = tensors(2, 2, 20, 8, dtype=torch.float32)
+    (packed,) = tensors(2, 20, 48, count=1, dtype=torch.float32) if is_packed else [None]
+    if is_packed:
+        q, k, v = packed.detach().unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
     (weight,) = tensors(32, 2, count=1, dtype=torch.float32)
     layout = call.number_of_layout(None)
     settings = layout, "blocks", 1, [1, 32, 128], False, None, 0.0, [True] * 4
-    torch.library.opcheck(operator.operator, (q, k, v, weight, *[None] * 5, *settings))
+    torch.library.opcheck(operator.operator, (q, k, v, weight, *[None] * 5, packed, *settings))
 
 
 def test_a_compiled_call_lays_out_its_output_as_layers_go_on_with_it():
@@ -56,6 +61,40 @@ def test_a_compiled_call_lays_out_its_output_as_layers_go_on_with_it():
     output = traced(q, k, v, backend="blocks")
     assert output.transpose(1, 2).is_contiguous()
     assert torch.equal(output, block_sparse_attention(q, k, v, backend="blocks"))
+
+
+class Backward:
+    """A backend of torch.compile that keeps the operations of backward passes."""
+
+    def __init__(self) -> None:
+        self.operations: list[object] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        return aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=self.keep)(graph, inputs)
+
+    def keep(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        self.operations += [node.target for node in graph.graph.nodes if node.op == "call_function"]
+        return graph
+
+
+@pytest.mark.parametrize("name", ["bert block_sparse alibi", "bert block_sparse rotary", "t5 block_sparse"])
+def test_the_gradient_of_a_product_for_queries_keys_and_values_is_one_tensor(name):
+    """Without rotations, which stand between the product and attention, and without the layer's cross-attention."""
+    model, inputs = MODELS[name]().train(), {name: torch.randint(2, 64, (2, 24)) for name in ("input_ids", "labels")}
+    model.use_fast_step()
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        with call.force_backend("blocks"):  # which compiled graphs take too
+            model(**inputs).loss.backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    expected, backward = gradients(), Backward()
+    model.compile(backend=backward)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
+    num_operators = backward.operations.count(torch.ops.lm_experiments_tools.block_sparse_attention_backward.default)
+    num_joined = backward.operations.count(torch.ops.aten.cat.default)
+    assert (num_operators, num_joined) == {"t5 block_sparse": (2, 1)}.get(name, (1, int("rotary" in name) and 1 + 2))
 
 
 class Graphs:

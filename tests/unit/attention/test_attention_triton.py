@@ -81,7 +81,7 @@ def test_kernels_are_exact_in_the_interpreter(cases):
 IN_THE_INTERPRETER = """
 import json
 import torch
-from lm_experiments_tools.attention import T5Bias, block_sparse_attention
+from lm_experiments_tools.attention import AttentionSpec, T5Bias, attend, block_sparse_attention
 from lm_experiments_tools.attention.kernels import tiles
 
 q = torch.zeros(1, 4, 64, 16)
@@ -97,11 +97,17 @@ x = torch.randn(2, 40, 3, 2, 16, requires_grad=True)
 q, k, v = x.permute(2, 0, 3, 1, 4)  # views of one product
 bias = T5Bias(torch.randn(32, 2))
 results = []
-for views in ((q, k, v), (q.contiguous(), k.contiguous(), v.contiguous())):
-    output = block_sparse_attention(*views, None, bias, backend="triton")
+compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+for views, call, packed in (
+    ((q, k, v), attend, None),
+    ((q.contiguous(), k.contiguous(), v.contiguous()), attend, None),
+    ((q, k, v), compiled, None),
+    ((q, k, v), compiled, x.view(2, 40, 96)),
+):
+    output, _ = call(*views, AttentionSpec(bias=bias, packed=packed), "triton")
     results.append((output, torch.autograd.grad(output.transpose(1, 2).flatten(2).square().sum(), x)[0]))
 assert results[0][0].transpose(1, 2).is_contiguous() and results[1][0].is_contiguous()
-assert all(torch.equal(*pair) for pair in zip(*results))
+assert all(torch.equal(found, results[0][i]) for others in results[1:] for i, found in enumerate(others))
 """
 
 
