@@ -52,7 +52,7 @@ def launches_of(length: int, *, masked: bool, layout: object = None, head_dim: i
     launches: list[Launch] = []
     kernels = {name: _Recorder(name, launches) for name in vars(triton_kernels) if name.endswith("_kernel")}
     with mock.patch.multiple(triton_kernels, **kernels):
-        backend.attend(validate(AttentionInputs(q, k, v, spec)), 0).sum().backward()
+        backend.attend(validate(AttentionInputs(q, k, v, spec)), torch.tensor(0)).sum().backward()
     return launches
 
 
@@ -69,7 +69,7 @@ def compiled(launch: Launch, capability: int) -> CompiledKernel:
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"
         else:
-            signature[parameter.name] = "i64" if parameter.name == "seed" else "i32"
+            signature[parameter.name] = "i32"
             if not parameter.do_not_specialize and value % 16 == 0:
                 attributes[position,] = _DIVISIBLE
     options = {name: launch.arguments[name] for name in ("num_warps", "num_stages")}

@@ -141,7 +141,7 @@ def _lists(layout: Layout, num_heads: int, causal: bool, device: torch.device) -
     return cached(layout, ("chunks", num_heads, causal, device), make)
 
 
-def attend(inputs: AttentionInputs, seed: int) -> Tensor:
+def attend(inputs: AttentionInputs, seed: Tensor | None) -> Tensor:
     """Compute attention block by block; scores and sums are in float32, for float64 inputs in float64."""
     call, *tensors = prepare(inputs, seed)
     return KernelAttention.apply(*tensors, call, sys.modules[__name__])
@@ -161,7 +161,7 @@ def kernel_bias(inputs: AttentionInputs, bias: Bias | None) -> Tensor | None:
     return distance_tiles(bias.table(max(query_length, key_length)).to(dtype), block).flatten(0, 1)
 
 
-def prepare(inputs: AttentionInputs, seed: int) -> tuple[Call, Tensor, Tensor, Tensor, Tensor | None]:
+def prepare(inputs: AttentionInputs, seed: Tensor | None) -> tuple[Call, Tensor, Tensor, Tensor, Tensor | None]:
     """Prepare an attention call: settings, then q, k, v and bias tiles (`kernel_bias`)."""
     spec, layout, (batch, num_heads, _, key_length) = inputs.spec, inputs.spec.layout, inputs.scores_shape
     (rows, columns), block, tiles = layout.blocks.shape[1:], layout.block, kernel_bias(inputs, spec.bias)
@@ -179,7 +179,7 @@ def prepare(inputs: AttentionInputs, seed: int) -> tuple[Call, Tensor, Tensor, T
     if segments is not None:
         segments = _padded_copy(segments[0], block), _padded_copy(segments[1], block)
     key_mask = None if key_mask is None else _padded_copy(key_mask, block)
-    settings = spec.scale, spec.causal, spec.dropout_p, seed
+    settings = spec.scale, spec.causal, spec.dropout_p, 0 if seed is None else int(seed)
     infinite = tiles is not None and bool(tiles.detach().amin() == -torch.inf)
     call = Call(layout, inputs.q.device, batch, num_heads, *settings, tiles_of, key_mask, segments, infinite)
     return call, *inputs[:3], tiles

@@ -1,8 +1,9 @@
 """An attention call: its arguments and their checks, the choice of a backend, and the entry points.
 
-A backend is a module with a function `attend(inputs, seed)`. If it cannot compute all inputs, its function
-`refusal(inputs)` gives the reason. In a backend with `DRAWS_FROM_DEVICE = True`, dropout uses the device's random
-generator and ignores the seed. operator.py lists the functions of backends with a backward pass of their own.
+A backend is a module with a function `attend(inputs, seed)`. The seed of dropout is an int64 scalar on the device of the
+inputs, None without dropout. If a backend cannot compute all inputs, its function `refusal(inputs)` gives the reason.
+In a backend with `DRAWS_FROM_DEVICE = True`, dropout uses the device's random generator and gets no seed. operator.py
+lists the functions of backends with a backward pass of their own.
 """
 
 from __future__ import annotations
@@ -399,8 +400,8 @@ def block_sparse_attention(
             block.
         bias, key_padding_mask, segment_ids, causal, scale: as in `AttentionSpec`.
         dropout_p: probability of dropping an attention weight. "blocks" rounds it to a multiple of 2 ** -16. "triton"
-            rounds it up or down to a multiple of 2 ** -8 at random, so that it is exact on average. Both draw a seed
-            from torch's CPU generator; dense backends use the device's generator.
+            rounds it up or down to a multiple of 2 ** -8 at random, so that it is exact on average. The seed and
+            the dropout of dense backends are drawn from the device's generator.
         backend: "auto", "blocks" (for a CPU), "triton" (for a GPU, deterministic), or the dense "sdpa" and "eager".
 
     Returns:
@@ -415,10 +416,13 @@ def _attend(inputs: AttentionInputs, backend: str) -> Tensor:
     if torch.compiler.is_compiling() != isinstance(inputs.q, FakeTensor):
         return _attend_in_graph(inputs, backend)
     inputs, module = select(inputs, backend)
-    seed = 0
-    if inputs.spec.dropout_p and not getattr(module, "DRAWS_FROM_DEVICE", False):
-        seed = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
-    return module.attend(inputs, seed)
+    draws = inputs.spec.dropout_p > 0 and not getattr(module, "DRAWS_FROM_DEVICE", False)
+    return module.attend(inputs, _new_seed(inputs.q.device) if draws else None)
+
+
+def _new_seed(device: torch.device) -> Tensor:
+    """Draw a seed for dropout, as a tensor: a number would be a constant of a recorded CUDA graph."""
+    return torch.randint(1 << 62, (), dtype=torch.int64, device=device)
 
 
 # ---- torch.compile --------------------------------------------------------------------------------------------------
@@ -454,13 +458,12 @@ def _attend_in_graph(inputs: AttentionInputs, backend: str) -> Tensor:
     kind, options = BIASES.index(type(bias)) if isinstance(bias, DistanceBias) else 0, []
     if isinstance(bias, T5Bias):
         options = [int(bias.bidirectional), bias.num_buckets, bias.max_distance]
-    trained = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
     is_causal = True if causal else False  # a comparison of symbolic lengths becomes a constant of the graph
-    seed = torch.randint(1 << 62, (), dtype=torch.int64, device="cpu") if dropout_p else None
+    seed = _new_seed(q.device) if dropout_p else None
     number = layout if isinstance(layout, int) else number_of_layout(layout)
     packed = packed if torch.compiler.is_compiling() else None  # memory estimates are of the eager pass
     if packed is not None:
         q, k, v = q.detach(), k.detach(), v.detach()
     tensors = q, k, v, values_of(bias), mask, key_padding_mask, queries, keys, seed, packed
-    settings = number, backend, kind, options, is_causal, scale, dropout_p, [*trained, wants_gradient(bias)]
+    settings = number, backend, kind, options, is_causal, scale, dropout_p
     return torch.ops.lm_experiments_tools.block_sparse_attention(*tensors, *settings)[0]

@@ -17,7 +17,7 @@ from lm_experiments_tools.modules.fast_step import dropped
 DRAWS_FROM_DEVICE = True  # dropout ignores the seed
 
 
-def attend(inputs: AttentionInputs, seed: int = 0) -> Tensor:
+def attend(inputs: AttentionInputs, seed: Tensor | None = None) -> Tensor:
     """Compute attention by plain matrix products; dropout ignores the seed."""
     weights, empty = _weights(inputs)
     output = weights @ inputs.v

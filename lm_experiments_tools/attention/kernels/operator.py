@@ -45,27 +45,26 @@ class KernelAttention(torch.autograd.Function):
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? key_padding_mask, Tensor? query_segments, "
     "Tensor? key_segments, Tensor? seed, Tensor? packed, SymInt layout, str backend, SymInt kind, SymInt[] options, "
-    "bool causal, float? scale, float dropout_p, bool[] trained"
+    "bool causal, float? scale, float dropout_p"
 )
 _BACKWARD_INPUTS = _INPUTS.replace("Tensor? packed, ", "") + ", bool packed, bool wants_bias"
 _NUM_TENSORS = 9  # that the kernels read: all but `packed`
 
 
-def _selected(tensors: Sequence[Tensor | None], settings: Sequence) -> tuple[AttentionInputs, ModuleType, int]:
-    """Validated inputs, which require gradients if they do in training, their backend, and the seed."""
-    *leaves, mask, key_padding_mask, queries, keys, seed = tensors
-    layout, backend, kind, options, causal, scale, dropout_p, trained = settings
-    leaves = [x if x is None else x.detach().requires_grad_(y) for x, y in zip(leaves, trained, strict=True)]
-    *qkv, bias = leaves
+def _selected(
+    tensors: Sequence[Tensor | None], settings: Sequence
+) -> tuple[AttentionInputs, ModuleType, Tensor | None]:
+    """Validated inputs, their backend, and the seed. The choice does not depend on gradients: both passes make it."""
+    *qkv, bias, mask, key_padding_mask, queries, keys, seed = tensors
+    layout, backend, kind, options, causal, scale, dropout_p = settings
     if kind:
         bias = BIASES[kind](bias, *options)
     segments = None if queries is None else (queries, keys)
     spec = AttentionSpec(mask, key_padding_mask, segments, bias, calls.layouts[layout], causal, scale, dropout_p)
-    with torch.set_grad_enabled(any(trained)):  # in both passes, so that the same backend is chosen
-        inputs = calls.validate(AttentionInputs(*qkv, spec))
-        if backend == "auto":
-            backend = "triton" if calls.refusal("triton", inputs) is None else "blocks"
-        return inputs, calls.choose(inputs, backend), 0 if seed is None else int(seed)
+    inputs = calls.validate(AttentionInputs(*qkv, spec))
+    if backend == "auto":
+        backend = "triton" if calls.refusal("triton", inputs) is None else "blocks"
+    return inputs, calls.choose(inputs, backend), seed
 
 
 @torch.library.custom_op(

@@ -21,7 +21,7 @@ def needs_matrix(inputs: AttentionInputs) -> bool:
     return not inputs.is_dense or any(x is not None for x in (mask, key_padding_mask, segment_ids, bias))
 
 
-def attend(inputs: AttentionInputs, seed: int = 0) -> Tensor:
+def attend(inputs: AttentionInputs, seed: Tensor | None = None) -> Tensor:
     """Compute attention by PyTorch's scaled_dot_product_attention; dropout ignores the seed."""
     q, k, v, spec = inputs
     # An operation on the smallest tensor takes a tenth of the time of a short call: avoid every one.

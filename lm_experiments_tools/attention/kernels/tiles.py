@@ -131,7 +131,7 @@ def cut(inputs: AttentionInputs, tile: Tile, saturation: int | None) -> Cut:
     rows, columns = num_blocks(query_length, tile.queries), num_blocks(key_length, tile.keys)
     sub_queries, sub_keys = tile.queries, tile.keys
     if inputs.is_dense:
-        active = torch.ones(1, rows, columns, dtype=torch.bool)
+        active = torch.ones(1, rows, columns, dtype=torch.bool, device="cpu")
         bits = active.int()
     else:
         block = inputs.spec.layout.block
@@ -142,8 +142,8 @@ def cut(inputs: AttentionInputs, tile: Tile, saturation: int | None) -> Cut:
         active = _parts_of_tiles(parts, rows, columns, tile, sub_queries, sub_keys, outside=False).any(-1)
         # Scores outside of the inputs are masked by position, so a tile at the edge may count as full.
         flags = _parts_of_tiles(parts, rows, columns, tile, sub_queries, sub_keys, outside=True)
-        bits = (flags.int() << torch.arange(flags.shape[-1], dtype=torch.int32)).sum(-1, dtype=torch.int32)
-    offset = torch.arange(columns)[None, :] * tile.keys - torch.arange(rows)[:, None] * tile.queries
+        bits = (flags.int() << _range(flags.shape[-1])).sum(-1, dtype=torch.int32)
+    offset = _range(columns)[None, :] * tile.keys - _range(rows)[:, None] * tile.queries
     nearest, farthest = offset - (tile.queries - 1), offset + (tile.keys - 1)
     if inputs.spec.causal:
         active = active & (nearest <= 0)
@@ -153,6 +153,11 @@ def cut(inputs: AttentionInputs, tile: Tile, saturation: int | None) -> Cut:
     full = (1 << (tile.queries // sub_queries * (tile.keys // sub_keys))) - 1
     has_bits = bool((bits[active] != full).any())
     return Cut(tile, active, bits, sub_queries, sub_keys, left, right, inputs.is_dense, has_bits)
+
+
+def _range(length: int) -> Tensor:
+    """0..length - 1 on the CPU, also where a default device is set, as by PyTorch while it records CUDA graphs."""
+    return torch.arange(length, dtype=torch.int32, device="cpu")
 
 
 def _parts_of_tiles(
@@ -219,14 +224,14 @@ def diagonals_of(cut: Cut, saturation: int, ranges: Tensor, dtype: torch.dtype, 
     step = min(queries, keys)
     leftmost, rightmost = -((saturation + keys - 2) // step * step), (saturation + queries - 2) // step * step
     window = ((SUM_ROWS + 1) * micro - queries - keys) // step * step + step
-    edges = leftmost + window * torch.arange((rightmost - leftmost) // window + 2)
-    away = torch.arange(columns) * keys - torch.arange(rows)[:, None] * queries
+    edges = leftmost + window * _range((rightmost - leftmost) // window + 2)
+    away = _range(columns) * keys - _range(rows)[:, None] * queries
     before = (cut.active[..., None] & (away[..., None] < edges)).sum(2)
     begin, near, after, _ = ranges.long().cpu().unbind(-1)
     windows = (begin[..., None] + before).clamp(near[..., None], after[..., None])
     parts = queries // micro, keys // micro
-    diagonal = torch.arange(parts[1]) - torch.arange(parts[0])[:, None] + parts[0] - 1
-    places = torch.arange(-SUM_ROWS, SUM_ROWS)[:, None] == diagonal.flatten()
-    sides = torch.eye(2, 16)[:, None].repeat(1, keys, 1)
+    diagonal = _range(parts[1]) - _range(parts[0])[:, None] + parts[0] - 1
+    places = (_range(2 * SUM_ROWS) - SUM_ROWS)[:, None] == diagonal.flatten()
+    sides = torch.eye(2, 16, device="cpu")[:, None].repeat(1, keys, 1)
     matrices = (x.to(device, dtype) for x in (sides, places))
     return Diagonals(micro, leftmost, window, *matrices, windows.int().to(device))

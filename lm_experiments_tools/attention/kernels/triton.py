@@ -6,20 +6,23 @@ Triton is imported by the first call. With TRITON_INTERPRET=1 the kernels run on
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from types import ModuleType
+from typing import NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from lm_experiments_tools.attention.kernels.bias import AlibiBias, Bias
 from lm_experiments_tools.attention.kernels.call import AttentionInputs
-from lm_experiments_tools.attention.kernels.layout_cache import cached, num_blocks
+from lm_experiments_tools.attention.kernels.layout_cache import Layout, cached, num_blocks
 from lm_experiments_tools.attention.kernels.operator import KernelAttention
 from lm_experiments_tools.attention.kernels.tiles import (
     SUM_ROWS,
@@ -40,18 +43,25 @@ _NO_BIAS, _T5, _ALIBI = 0, 1, 2
 _LARGEST = 128  # tokens of a tile, at most
 
 
-@dataclass
-class Call:
-    """Settings of one attention call of the backend "triton", with methods that launch its kernels."""
+@dataclass(eq=False)
+class Plan:
+    """What attention calls with inputs of the same shapes and settings have in common; cached with the layout."""
 
-    inputs: AttentionInputs  # with meta tensors: autograd decides what is saved for backward
+    shapes: AttentionInputs  # with meta tensors, and without layout, masks and bias
+    layout: ref[Layout]  # weak, because the layout owns the cache
     device: torch.device
     kernels: ModuleType
     bias: int
     saturation: int  # of the table; 0 without one
-    key_mask: Tensor | None
-    segments: tuple[Tensor, Tensor] | None
-    seed: int
+    mask_rows: int  # of the key padding mask; 0 without one
+    has_segments: bool
+    is_ieee: bool  # products have the precision of float32
+    launches: dict[tuple, tuple] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> AttentionInputs:
+        """The shapes with the layout."""
+        return self.shapes._replace(spec=self.shapes.spec._replace(layout=self.layout()))
 
     @property
     def near(self) -> int | None:
@@ -66,66 +76,46 @@ class Call:
             parts = cut(self.inputs, tile, self.near)
             return parts, lists_of(parts, kernel == "key_gradient", self.device)
 
-        return cached(self.inputs.spec.layout, ("triton", kernel, tile, *self._key), make)
+        key = self.inputs.scores_shape[2:], self.inputs.spec.causal, self.near, self.device
+        return cached(self.inputs.spec.layout, ("triton", kernel, tile, *key), make)
 
+    @cached_property
     def diagonals(self) -> Diagonals:
-        """Constants for the gradient of a T5 bias (see `tiles.Diagonals`), cached with the block-sparse layout."""
-        (parts, lists), dtype = self.tiles_of("query_gradient"), self.inputs.q.dtype
-        return cached(
-            self.inputs.spec.layout,
-            ("diagonals", parts.tile, self.saturation, dtype, *self._key),
-            lambda: diagonals_of(parts, self.saturation, lists.ranges, dtype, self.device),
-        )
+        """Constants for the gradient of a T5 bias."""
+        parts, lists = self.tiles_of("query_gradient")
+        return diagonals_of(parts, self.saturation, lists.ranges, self.inputs.q.dtype, self.device)
 
-    @property
-    def _key(self) -> tuple:
-        return self.inputs.scores_shape[2:], self.inputs.spec.causal, self.near, self.device
+    def arguments(self, kernel: str, strides: tuple[tuple[int, ...], ...]) -> tuple[int, dict[str, object]]:
+        """Number of programs of a kernel, and its arguments that do not differ between calls.
 
-    def launch(self, kernel: str, tensors: Mapping[str, Tensor | None], **more: object) -> None:
-        """Launch one of `tiles.KERNELS`, with one program for each row of tiles of each head.
-
-        `tensors` are its tensor arguments by name, None for those that it does not read.
+        `strides` are those of q, k, v and the output in their first three dimensions.
         """
         parts, lists = self.tiles_of(kernel)
         batch, num_heads, query_length, key_length = self.inputs.scores_shape
-        query_segments, key_segments = self.segments or (None, None)
-        hidden, num_tiles = self.hidden(parts), lists.order.shape[1]
-        given = {**tensors, "key_mask": hidden, "query_segments": query_segments, "key_segments": key_segments}
-        given |= {"ranges": lists.ranges, "order": lists.order, "tiles": lists.tiles, "tile_bits": lists.bits}
-        output = tensors["o"] if "o" in tensors else tensors["do"]
-        strides = {
-            f"stride_{name}{dimension}": stride
-            for name, x in zip("qkvo", (tensors["q"], tensors["k"], tensors["v"], output), strict=True)
-            for dimension, stride in zip("bhn", x.stride()[:3], strict=True)
-        }
-        dropout_p, below = self.inputs.spec.dropout_p, int(256 * self.inputs.spec.dropout_p)
-        getattr(self.kernels, f"{kernel}_kernel")[(num_tiles * batch * num_heads,)](
-            # a tensor that the kernel does not read is replaced by one that exists
-            **{name: tensors["q"] if x is None else x for name, x in given.items()},
-            seed=self.seed,
-            drop_below=below,
-            drop_chance=int((256 * dropout_p - below) * (1 << 24)),
-            grow=1 / (1 - dropout_p),
-            scale2=self.inputs.spec.scale * _LOG2_E,
-            num_tiles=num_tiles,
-            num_heads=num_heads,
-            layout_heads=parts.active.shape[0],
-            sequences=batch * num_heads,
-            query_length=query_length,
-            key_length=key_length,
-            **strides,
-            stride_mask=0 if hidden is None or hidden.shape[0] == 1 else hidden.stride(0),
+        dropout_p, num_tiles = self.inputs.spec.dropout_p, lists.order.shape[1]
+        below, is_padded = int(256 * dropout_p), self.mask_rows > 0 or key_length % parts.tile.keys > 0
+        names = [f"stride_{x}{dimension}" for x in "qkvo" for dimension in "bhn"]
+        return num_tiles * batch * num_heads, {
+            "ranges": lists.ranges,
+            "order": lists.order,
+            "tiles": lists.tiles,
+            "tile_bits": lists.bits,
+            "drop_below": below,
+            "drop_chance": int((256 * dropout_p - below) * (1 << 24)),
+            "grow": 1 / (1 - dropout_p),
+            "scale2": self.inputs.spec.scale * _LOG2_E,
+            "num_tiles": num_tiles,
+            "num_heads": num_heads,
+            "layout_heads": parts.active.shape[0],
+            "sequences": batch * num_heads,
+            "query_length": query_length,
+            "key_length": key_length,
+            **dict(zip(names, itertools.chain(*strides), strict=True)),
+            "stride_mask": 0 if self.mask_rows <= 1 else num_blocks(key_length, _LARGEST) * _LARGEST,
             **self.constants(parts),
-            RANK_MAJOR=lists.rank_major,
-            **more,
-        )
-
-    def hidden(self, parts: Cut) -> Tensor | None:
-        """Mask of keys to add to the scores: -inf at padding and beyond the last key; None if no key is masked."""
-        if self.key_mask is not None:
-            return self.key_mask
-        length = self.inputs.scores_shape[3]
-        return None if length % parts.tile.keys == 0 else _beyond(length, self.device)
+            "HAS_PADDING": is_padded,
+            "RANK_MAJOR": lists.rank_major,
+        }
 
     def constants(self, parts: Cut) -> dict[str, object]:
         """Compile-time arguments that all attention kernels have in common."""
@@ -145,15 +135,41 @@ class Call:
             "WIDTH": _width(self.saturation),
             "CAUSAL": self.inputs.spec.causal,
             "HAS_BITS": parts.has_bits,
-            "HAS_PADDING": self.hidden(parts) is not None,
-            "HAS_SEGMENTS": self.segments is not None,
+            "HAS_SEGMENTS": self.has_segments,
             "HAS_DROPOUT": self.inputs.spec.dropout_p > 0,
             "EVEN_M": query_length % parts.tile.queries == 0,
             "EVEN_N": key_length % parts.tile.keys == 0,
-            "PRECISION": "tf32" if q.dtype == torch.float32 and not _is_ieee(q) else "ieee",
+            "PRECISION": "tf32" if q.dtype == torch.float32 and not self.is_ieee else "ieee",
             "num_warps": parts.tile.num_warps,
             "num_stages": parts.tile.num_stages,
         }
+
+
+class Call(NamedTuple):
+    """An attention call of the backend "triton": what `Plan` does not hold, and the launch of its kernels."""
+
+    plan: Plan
+    layout: Layout  # which the plan does not keep until the backward pass
+    key_mask: Tensor | None  # to add to the scores: -inf at padding and beyond the last key
+    segments: tuple[Tensor, Tensor] | tuple[None, None]
+    seed: Tensor | None
+
+    def launch(self, kernel: str, tensors: Mapping[str, Tensor | None], **more: object) -> None:
+        """Launch one of `tiles.KERNELS`, with one program for each row of tiles of each head.
+
+        `tensors` are its tensor arguments by name, None for those that it does not read.
+        """
+        q, output = tensors["q"], tensors["o"] if "o" in tensors else tensors["do"]
+        strides = tuple(x.stride()[:3] for x in (q, tensors["k"], tensors["v"], output))
+        found = self.plan.launches.get((kernel, strides))
+        if found is None:
+            found = self.plan.launches[kernel, strides] = self.plan.arguments(kernel, strides)
+        num_programs, arguments = found
+        given = {**tensors, "key_mask": self.key_mask, "seed": self.seed}
+        given["query_segments"], given["key_segments"] = self.segments
+        # a tensor that the kernel does not read is replaced by one that exists
+        given = {name: q if x is None else x for name, x in given.items()}
+        getattr(self.plan.kernels, f"{kernel}_kernel")[(num_programs,)](**given, **arguments, **more)
 
 
 def _is_ieee(x: Tensor) -> bool:
@@ -176,7 +192,7 @@ def run_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, table: Tensor | Non
     o = torch.empty_like(q) if q.shape[3] == v.shape[3] else v.new_empty(*q.shape[:3], v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
-        call.launch("forward", {"q": q, "k": k, "v": v, "o": o, "lse": lse, "table": _base_two(table, call)})
+        call.launch("forward", {"q": q, "k": k, "v": v, "o": o, "lse": lse, "table": _base_two(table, call.plan)})
     return o, lse
 
 
@@ -196,22 +212,22 @@ def run_backward(
 
     The first three are written to `gradients` if they are given, with the heads of a token adjacent in memory.
     """
-    scale = call.inputs.spec.scale
+    plan, scale = call.plan, call.plan.shapes.spec.scale
     if gradients is None:
         gradients = [x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v)]
     dq, dk, dv = gradients
     do = do if do.stride() == o.stride() else torch.empty_like(o).copy_(do)
-    given = {"q": q, "k": k, "v": v, "do": do, "table": _base_two(table, call)}
+    given = {"q": q, "k": k, "v": v, "do": do, "table": _base_two(table, plan)}
     # Filled by the first kernel.
-    given["pairs"] = lse.new_empty(*lse.shape[:2], 3 if call.bias == _T5 else 1, lse.shape[2], 2)
+    given["pairs"] = lse.new_empty(*lse.shape[:2], 3 if plan.bias == _T5 else 1, lse.shape[2], 2)
     with torch.cuda.device_of(q):
-        sums, constants = _sums_of_bias(call, lse) if trains_bias else ({}, {})
+        sums, constants = _sums_of_bias(plan, lse) if trains_bias else ({}, {})
         written = {"o": o, "lse": lse, "dq": dq, **dict.fromkeys(_SUMS), **sums}
         constants = {**dict.fromkeys(_SUM_CONSTANTS, 1), **constants, "stride_dq": dq.stride(2)}
         call.launch("query_gradient", {**given, **written}, scale=scale, TRAIN_BIAS=trains_bias, **constants)
         strides = {"stride_dk": dk.stride(2), "stride_dv": dv.stride(2)}
         call.launch("key_gradient", {**given, "dk": dk, "dv": dv}, scale=scale, **strides)
-        d_table = _bias_gradient(call, sums) if trains_bias else None
+        d_table = _bias_gradient(plan, sums) if trains_bias else None
     return dq, dk, dv, d_table
 
 
@@ -244,41 +260,41 @@ def _copies(saturation: int, device: torch.device) -> Tensor:
     return (both.clamp(-saturation, saturation) + saturation).to(device)
 
 
-def _base_two(table: Tensor | None, call: Call) -> Tensor | None:
+def _base_two(table: Tensor | None, plan: Plan) -> Tensor | None:
     """The table as kernels read it: slopes, or copies of a T5 table, all times log2(e)."""
-    if table is None or call.bias == _ALIBI:
+    if table is None or plan.bias == _ALIBI:
         return None if table is None else (table * _LOG2_E).contiguous()
-    return (table * _LOG2_E)[:, _copies(call.saturation, call.device)]
+    return (table * _LOG2_E)[:, _copies(plan.saturation, plan.device)]
 
 
 _SUMS = "far_sums", "near_sums", "sides", "places", "windows"
 _SUM_CONSTANTS = "LEFTMOST", "WINDOW", "NUM_WINDOWS", "SUM_ROWS", "MICRO", "FOLD"
 
 
-def _sums_of_bias(call: Call, lse: Tensor) -> tuple[dict[str, Tensor], dict[str, int]]:
+def _sums_of_bias(plan: Plan, lse: Tensor) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Tensors and constants with which the kernel of q's gradient sums that of a bias; it fills the first tensors."""
-    num_tiles = call.tiles_of("query_gradient")[0].active.shape[1]
+    num_tiles = plan.tiles_of("query_gradient")[0].active.shape[1]
     far_sums = lse.new_empty(*lse.shape[:2], num_tiles, 16)  # left and right of near tiles: columns 0 and 1
-    if call.bias == _ALIBI:
+    if plan.bias == _ALIBI:
         return {"far_sums": far_sums}, {}
-    lists = call.diagonals()
+    lists = plan.diagonals
     near_sums = lse.new_empty(*lse.shape[:2], num_tiles, lists.num_windows, SUM_ROWS, 16)
     tensors = {"far_sums": far_sums, "near_sums": near_sums, "sides": lists.sides}
     tensors |= {"places": lists.places, "windows": lists.windows}
     constants = {"LEFTMOST": lists.leftmost, "WINDOW": lists.window, "NUM_WINDOWS": lists.num_windows}
     # TF32 has more digits than the 16-bit numbers that were summed, and as many as it has where those are its own
-    fold = "ieee" if torch.version.hip or _is_ieee(call.inputs.q) else "tf32"
+    fold = "ieee" if torch.version.hip or plan.is_ieee else "tf32"
     return tensors, {**constants, "SUM_ROWS": SUM_ROWS, "MICRO": lists.micro, "FOLD": fold}
 
 
-def _bias_gradient(call: Call, sums: Mapping[str, Tensor]) -> Tensor:
+def _bias_gradient(plan: Plan, sums: Mapping[str, Tensor]) -> Tensor:
     """Gradient of ALiBi's slopes [heads] or of a table [heads, 2 * saturation + 1], from sums by tile."""
     far_sums = sums["far_sums"].sum((0, 2))  # [heads, 16]
-    if call.bias == _ALIBI:
+    if plan.bias == _ALIBI:
         return far_sums.sum(1)
-    lists, near_sums = call.diagonals(), sums["near_sums"].sum((0, 2))[..., : 2 * call.diagonals().micro]
-    micro, saturation, length = lists.micro, call.saturation, (SUM_ROWS + 1) * lists.micro
-    lowest = lists.leftmost - call.tiles_of("query_gradient")[0].tile.queries + 1  # distance of the first sum
+    lists, near_sums = plan.diagonals, sums["near_sums"].sum((0, 2))[..., : 2 * plan.diagonals.micro]
+    micro, saturation, length = lists.micro, plan.saturation, (SUM_ROWS + 1) * lists.micro
+    lowest = lists.leftmost - plan.tiles_of("query_gradient")[0].tile.queries + 1  # distance of the first sum
     highest = lowest + (lists.num_windows - 1) * lists.window + length - 1
     middle = max(-lowest, highest, saturation)
     extended = near_sums.new_zeros(near_sums.shape[0], 2 * middle + 1)
@@ -333,7 +349,7 @@ def refusal_of_device(inputs: AttentionInputs) -> str | None:
     return None
 
 
-def attend(inputs: AttentionInputs, seed: int) -> Tensor:
+def attend(inputs: AttentionInputs, seed: Tensor | None) -> Tensor:
     """Compute attention by the Triton kernels."""
     call, *tensors = prepare(inputs, seed)
     return KernelAttention.apply(*tensors, call, sys.modules[__name__])
@@ -350,21 +366,27 @@ def kernel_bias(inputs: AttentionInputs, bias: Bias | None) -> Tensor | None:
     return None if bias is None else bias.table(max(inputs.scores_shape[2:])).float()
 
 
-def prepare(inputs: AttentionInputs, seed: int) -> tuple[Call, Tensor, Tensor, Tensor, Tensor | None]:
+def prepare(inputs: AttentionInputs, seed: Tensor | None) -> tuple[Call, Tensor, Tensor, Tensor, Tensor | None]:
     """Return what the Triton kernels read: the settings of the call, then q, k, v and the bias (`kernel_bias`)."""
-    spec, table, is_alibi = inputs.spec, kernel_bias(inputs, inputs.spec.bias), isinstance(inputs.spec.bias, AlibiBias)
+    spec, table = inputs.spec, kernel_bias(inputs, inputs.spec.bias)
     mask, segments = spec.key_padding_mask, spec.segment_ids
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3])
-    empty = (x.detach().to("meta") for x in (q, k, v))
-    call = Call(
-        AttentionInputs(*empty, spec._replace(bias=None, key_padding_mask=None, segment_ids=None)),
-        q.device,
-        importlib.import_module(f"{__package__}.triton_kernels"),
-        _NO_BIAS if table is None else _ALIBI if is_alibi else _T5,
-        0 if table is None or is_alibi else table.shape[1] // 2,
-        # copies, because the caller may overwrite its masks before the backward pass
-        key_mask=None if mask is None else _hidden(mask),
-        segments=None if segments is None else tuple(ids.to(torch.int64, copy=True).contiguous() for ids in segments),
-        seed=seed,
-    )
-    return call, q, k, v, table
+    bias = _NO_BIAS if table is None else _ALIBI if isinstance(spec.bias, AlibiBias) else _T5
+    saturation = table.shape[1] // 2 if bias == _T5 else 0
+    mask_rows, is_ieee = 0 if mask is None else mask.shape[0], _is_ieee(q)
+
+    def make() -> Plan:
+        empty = (x.detach().to("meta") for x in (q, k, v))
+        settings = spec._replace(layout=None, bias=None, key_padding_mask=None, segment_ids=None, packed=None)
+        kernels = importlib.import_module(f"{__package__}.triton_kernels")
+        shapes = AttentionInputs(*empty, settings)
+        has_segments = segments is not None
+        return Plan(shapes, ref(spec.layout), q.device, kernels, bias, saturation, mask_rows, has_segments, is_ieee)
+
+    key = q.shape, k.shape[2], v.shape[3], q.dtype, q.device, spec.causal, spec.scale, spec.dropout_p
+    key = "plan", *key, bias, saturation, mask_rows, segments is not None, is_ieee
+    plan = cached(spec.layout, key, make)
+    # copies, because the caller may overwrite its masks before the backward pass
+    key_mask = _beyond(k.shape[2], q.device) if mask is None else _hidden(mask)
+    segments = (ids.to(torch.int64, copy=True).contiguous() for ids in segments) if segments else (None, None)
+    return Call(plan, spec.layout, key_mask, tuple(segments), seed), q, k, v, table

@@ -25,7 +25,6 @@ ALIBI = tl.constexpr(2)  # 0 is no bias
 
 # Arguments whose values do not make another kernel.
 VARYING = [
-    "seed",
     "drop_below",
     "drop_chance",
     "num_heads",
@@ -207,6 +206,8 @@ def forward_kernel(
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute the attention output and the log-sum-exp of the scores for one tile of queries."""
+    if HAS_DROPOUT:
+        seed = tl.load(seed)
     sequence, batch, head, tile, begin, near, after, end = list_of(
         ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
     )
@@ -386,6 +387,8 @@ def query_gradient_kernel(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute dq for a tile of queries, sums of the bias gradient, and the values that `rows_of` stores."""
+    if HAS_DROPOUT:
+        seed = tl.load(seed)
     sequence, batch, head, tile, begin, near, after, end = list_of(
         ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
     )
@@ -448,6 +451,8 @@ def key_gradient_kernel(
     EVEN_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients dk and dv for one tile of keys. Scores are computed as [keys, queries]."""
+    if HAS_DROPOUT:
+        seed = tl.load(seed)
     sequence, batch, head, tile, begin, near, after, end = list_of(
         ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
     )

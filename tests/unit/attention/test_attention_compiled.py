@@ -50,7 +50,7 @@ def test_the_operator_is_what_it_tells_pytorch(is_packed):
         q, k, v = packed.detach().unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
     (weight,) = tensors(32, 2, count=1, dtype=torch.float32)
     layout = call.number_of_layout(None)
-    settings = layout, "blocks", 1, [1, 32, 128], False, None, 0.0, [True] * 4
+    settings = layout, "blocks", 1, [1, 32, 128], False, None, 0.0
     torch.library.opcheck(operator.operator, (q, k, v, weight, *[None] * 5, packed, *settings))
 
 

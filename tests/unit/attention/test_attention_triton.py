@@ -116,6 +116,56 @@ def test_dropout_does_not_depend_on_tiles_and_the_output_has_the_strides_of_q():
     assert same and abs(share - 0.1) < 5 * (0.1 * 0.9 / (4 * 64 * 64)) ** 0.5
 
 
+IN_A_RECORDED_GRAPH = """
+import json
+import torch
+from lm_experiments_tools.attention import T5Bias, block_sparse_attention
+from lm_experiments_tools.attention.kernels import call
+
+x, weight = torch.randn(2, 2, 70, 16, requires_grad=True), torch.randn(8, 2, requires_grad=True)
+seed = torch.zeros((), dtype=torch.int64)
+call._new_seed = lambda device: seed
+
+def run(device, of_dropout):
+    seed.fill_(of_dropout)
+    with torch.device(device):
+        bias = T5Bias(weight, num_buckets=8, max_distance=20)
+        output = block_sparse_attention(x, x, x, None, bias, dropout_p=0.5, backend="triton")
+        return [output, *torch.autograd.grad(output.square().sum(), [x, weight])]
+
+# Caches of the first call hold what it made with another default device.
+first, again, other = run("meta", 1), run("cpu", 1), run("cpu", 2)
+print(json.dumps([all(map(torch.equal, first, again)), any(map(torch.equal, first, other))]))
+"""
+
+WITHOUT_ITS_LAYOUT = """
+import json
+import torch
+from lm_experiments_tools.attention import Layout, block_sparse_attention
+
+def gradient(kept):
+    layout = Layout(torch.eye(2)[None], 16)
+    kept.append(layout)
+    return torch.autograd.grad(block_sparse_attention(x, x, x, layout, backend="triton").square().sum(), x)[0]
+
+def gradient_without():
+    output = block_sparse_attention(x, x, x, Layout(torch.eye(2)[None], 16), backend="triton").square().sum()
+    return torch.autograd.grad(output, x)[0]
+
+x = torch.randn(1, 1, 32, 16, requires_grad=True)
+print(json.dumps(torch.equal(gradient([]), gradient_without())))
+"""
+
+
+def test_a_backward_pass_knows_a_layout_that_its_caller_has_dropped():
+    assert printed("-c", WITHOUT_ITS_LAYOUT) == [True]
+
+
+def test_a_recorded_graph_may_set_the_default_device_and_change_the_seed():
+    """PyTorch records CUDA graphs with the GPU as default device, and replays calls without Python."""
+    assert printed("-c", IN_A_RECORDED_GRAPH) == [[True, False]]
+
+
 COMPILE = """
 import json, sys
 import torch
