@@ -1,7 +1,7 @@
 """An attention call: its arguments and their checks, the choice of a backend, and the entry points.
 
-A backend is a module with a function `attend(inputs, seed)`. The seed of dropout is an int64 scalar on the device of the
-inputs, None without dropout. If a backend cannot compute all inputs, its function `refusal(inputs)` gives the reason.
+A backend is a module with a function `attend(inputs, seed)`. The seed of dropout is an int64 scalar on the inputs'
+device, None without dropout. If a backend cannot compute all inputs, its function `refusal(inputs)` gives the reason.
 In a backend with `DRAWS_FROM_DEVICE = True`, dropout uses the device's random generator and gets no seed. operator.py
 lists the functions of backends with a backward pass of their own.
 """

@@ -45,7 +45,7 @@ _LARGEST = 128  # tokens of a tile, at most
 
 @dataclass(eq=False)
 class Plan:
-    """What attention calls with inputs of the same shapes and settings have in common; cached with the layout."""
+    """Constants of all attention calls with inputs of the same shapes and settings; cached with the layout."""
 
     shapes: AttentionInputs  # with meta tensors, and without layout, masks and bias
     layout: ref[Layout]  # weak, because the layout owns the cache
@@ -114,6 +114,7 @@ class Plan:
             "stride_mask": 0 if self.mask_rows <= 1 else num_blocks(key_length, _LARGEST) * _LARGEST,
             **self.constants(parts),
             "HAS_PADDING": is_padded,
+            "SKIPS": parts.dense and (self.mask_rows > 0 or self.has_segments),
             "RANK_MAJOR": lists.rank_major,
         }
 

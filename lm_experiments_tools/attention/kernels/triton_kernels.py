@@ -22,6 +22,7 @@ from lm_experiments_tools.attention.kernels.triton_dropout import gradient_of, i
 
 T5 = tl.constexpr(1)
 ALIBI = tl.constexpr(2)  # 0 is no bias
+FIRST_SEGMENT, LAST_SEGMENT = tl.constexpr(-(1 << 63)), tl.constexpr((1 << 63) - 1)  # of int64
 
 # Arguments whose values do not make another kernel.
 VARYING = [
@@ -142,22 +143,88 @@ def tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE: tl.conste
 
 
 @triton.jit
-def list_of(ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR: tl.constexpr):
+def ordered(segments):
+    """Segment IDs with padding (0) after all documents, as it is in rows: a tile's IDs then are a range of few."""
+    return tl.where(segments == 0, LAST_SEGMENT, segments)
+
+
+@triton.jit
+def within(first, end, x):
+    """x, at least `first` and at most `end`."""
+    return tl.minimum(tl.maximum(x, first), end)
+
+
+@triton.jit
+def tiles_met(
+    own_segments, other_segments, key_mask, tile, own_length, other_length, ROWS: tl.constexpr,
+    OTHER_ROWS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, BY_KEY: tl.constexpr,
+):  # fmt: skip
+    """Range of the tiles of keys (BY_KEY: of queries) that a tile may attend to: its first, and past its last.
+
+    It reaches from the first token that is not padding and whose document may be in the tile to the last one. All
+    scores of other tiles are masked, so that skipping them changes no bit.
+    """
+    own = tile * ROWS + tl.arange(0, ROWS)
+    is_own = own < own_length
+    if HAS_PADDING and BY_KEY:
+        is_own &= tl.load(key_mask + own) == 0.0
+    if HAS_SEGMENTS:
+        mine = ordered(tl.load(own_segments + own, mask=is_own, other=0))
+        low, high = tl.min(mine, 0), tl.max(tl.where(is_own, mine, FIRST_SEGMENT), 0)
+    first, last = other_length, -1
+    for start in tl.range(0, other_length, 512):
+        others = start + tl.arange(0, 512)
+        meets = (others < other_length) & (tl.max(is_own.to(tl.int32), 0) > 0)
+        if HAS_PADDING and not BY_KEY:
+            meets &= tl.load(key_mask + others, mask=meets, other=float("-inf")) == 0.0
+        if HAS_SEGMENTS:
+            theirs = ordered(tl.load(other_segments + others, mask=meets, other=0))
+            meets &= (theirs >= low) & (theirs <= high)
+        first = tl.minimum(first, tl.min(tl.where(meets, others, other_length), 0))
+        last = tl.maximum(last, tl.max(tl.where(meets, others, -1), 0))
+    past = (last + OTHER_ROWS) // OTHER_ROWS  # 0 if there is none
+    return tl.minimum(first // OTHER_ROWS, past), past
+
+
+@triton.jit
+def list_of(
+    ranges, order, num_tiles, num_heads, layout_heads, sequences, key_mask, query_segments, key_segments, stride_mask,
+    query_length, key_length, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANK_MAJOR: tl.constexpr,
+    HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, SKIPS: tl.constexpr, BY_KEY: tl.constexpr,
+):  # fmt: skip
     """Find out which part of attention this program computes: its row of tiles, and the list of tiles in that row.
 
-    Returns batch * heads + head, batch, head, the number of the row, and the bounds of the three runs of the list.
+    Returns batch * heads + head, batch, head, the number of the row, the bounds of the three runs of the list, and the
+    addresses of the masks of this sequence.
     """
     program = tl.program_id(0)
     if RANK_MAJOR:  # longest lists of all sequences first
         rank, sequence = program // sequences, program % sequences
     else:
         rank, sequence = program % num_tiles, program // num_tiles
-    head = sequence % num_heads
+    batch, head = (sequence // num_heads).to(tl.int64), sequence % num_heads
     of_layout = (head % layout_heads) * num_tiles
     tile = tl.load(order + of_layout + rank)
     runs = ranges + (of_layout + tile) * 4
     begin, near, after, end = tl.load(runs), tl.load(runs + 1), tl.load(runs + 2), tl.load(runs + 3)
-    return sequence, (sequence // num_heads).to(tl.int64), head.to(tl.int64), tile, begin, near, after, end
+    key_mask += batch * stride_mask
+    query_segments, key_segments = query_segments + batch * query_length, key_segments + batch * key_length
+    if SKIPS:
+        if BY_KEY:
+            first, past = tiles_met(
+                key_segments, query_segments, key_mask, tile, key_length, query_length, BLOCK_N, BLOCK_M, HAS_PADDING,
+                HAS_SEGMENTS, True,
+            )  # fmt: skip
+        else:
+            first, past = tiles_met(
+                query_segments, key_segments, key_mask, tile, query_length, key_length, BLOCK_M, BLOCK_N, HAS_PADDING,
+                HAS_SEGMENTS, False,
+            )  # fmt: skip
+        begin, near = within(first, past, begin), within(first, past, near)
+        after, end = within(first, past, after), within(first, past, end)
+    return (
+        sequence, batch, head.to(tl.int64), tile, begin, near, after, end, key_mask, query_segments, key_segments,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -195,26 +262,22 @@ def values_of(table, head, WIDTH: tl.constexpr, BIAS: tl.constexpr, BY_KEY: tl.c
 
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
-    q, k, v, o, lse, table, key_mask, query_segments, key_segments, ranges, order, tiles, tile_bits, seed,
-    drop_below, drop_chance, grow, scale2, num_tiles, num_heads, layout_heads, sequences, query_length,
-    key_length, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_ob, stride_oh, stride_on, stride_mask, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SUB_M: tl.constexpr, SUB_N: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
-    DENSE: tl.constexpr, RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr,
-    HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    q, k, v, o, lse, table, key_mask, query_segments, key_segments, ranges, order, tiles, tile_bits, seed, drop_below,
+    drop_chance, grow, scale2, num_tiles, num_heads, layout_heads, sequences, query_length, key_length, stride_qb,
+    stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_ob, stride_oh,
+    stride_on, stride_mask, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr,
+    WIDTH: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr, RANK_MAJOR: tl.constexpr,
+    HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
     """Compute the attention output and the log-sum-exp of the scores for one tile of queries."""
-    if HAS_DROPOUT:
-        seed = tl.load(seed)
-    sequence, batch, head, tile, begin, near, after, end = list_of(
-        ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
-    )
+    seed = tl.load(seed) if HAS_DROPOUT else 0
+    sequence, batch, head, tile, begin, near, after, end, key_mask, query_segments, key_segments = list_of(
+        ranges, order, num_tiles, num_heads, layout_heads, sequences, key_mask, query_segments, key_segments,
+        stride_mask, query_length, key_length, BLOCK_M, BLOCK_N, RANK_MAJOR, HAS_PADDING, HAS_SEGMENTS, SKIPS, False,
+    )  # fmt: skip
     table, left, right = values_of(table, head, WIDTH, BIAS, False)
-    key_mask += batch * stride_mask
-    query_segments += batch * query_length
-    key_segments += batch * key_length
     k += batch * stride_kb + head * stride_kh
     v += batch * stride_vb + head * stride_vh
     queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -253,7 +316,7 @@ def forward_kernel(
 
 
 @triton.jit
-def add_far(sums, ds, queries, key_tile, sides, BIAS: tl.constexpr, PRECISION: tl.constexpr):
+def add_far(sums, ds, queries, key_tile, is_left, sides, BIAS: tl.constexpr, PRECISION: tl.constexpr):
     """Add up the position bias's gradient from a tile far from the diagonal, in `sums` [rows, 16].
 
     `ds` is the gradient of the tile's scores. For T5, column 0 sums tiles left of the diagonal and column 1 those
@@ -266,6 +329,7 @@ def add_far(sums, ds, queries, key_tile, sides, BIAS: tl.constexpr, PRECISION: t
         distances = tl.abs(keys[None, :].to(tl.float32) - queries[:, None].to(tl.float32))
         sums -= tl.sum(tl.reshape(ds * distances, [rows, columns // 16, 16]), 1)
     else:
+        sides += tl.where(is_left, 0, columns * 16)
         ones = tl.load(sides + (tl.arange(0, columns)[:, None] * 16 + tl.arange(0, 16)[None, :]))
         sums = tl.dot(ds.to(ones.dtype), ones, sums, input_precision=PRECISION)
     return sums
@@ -347,7 +411,7 @@ def window_of(windows, of_tile, window, near, after, NUM_WINDOWS: tl.constexpr):
     begin, end = near, after
     if NUM_WINDOWS > 1:
         windows += of_tile * (NUM_WINDOWS + 1) + window
-        begin, end = tl.load(windows), tl.load(windows + 1)
+        begin, end = within(near, after, tl.load(windows)), within(near, after, tl.load(windows + 1))
     return begin, end
 
 
@@ -374,29 +438,28 @@ def gradient_by_query(
 
 @triton.jit(do_not_specialize=VARYING)
 def query_gradient_kernel(
-    q, k, v, o, do, lse, dq, far_sums, near_sums, sides, places, windows, pairs, table, key_mask,
-    query_segments, key_segments, ranges, order, tiles, tile_bits, seed, drop_below, drop_chance, grow, scale, scale2,
-    num_tiles, num_heads, layout_heads, sequences, query_length, key_length, stride_qb, stride_qh, stride_qn,
-    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_on, stride_mask,
-    stride_dq, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    q, k, v, o, do, lse, dq, far_sums, near_sums, sides, places, windows, pairs, table, key_mask, query_segments,
+    key_segments, ranges, order, tiles, tile_bits, seed, drop_below, drop_chance, grow, scale, scale2, num_tiles,
+    num_heads, layout_heads, sequences, query_length, key_length, stride_qb, stride_qh, stride_qn, stride_kb,
+    stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_on, stride_mask, stride_dq,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr, WIDTH: tl.constexpr,
     BIAS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr, RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr,
     HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, TRAIN_BIAS: tl.constexpr,
     LEFTMOST: tl.constexpr, WINDOW: tl.constexpr, NUM_WINDOWS: tl.constexpr, SUM_ROWS: tl.constexpr,
     MICRO: tl.constexpr, FOLD: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
     """Compute dq for a tile of queries, sums of the bias gradient, and the values that `rows_of` stores."""
-    if HAS_DROPOUT:
-        seed = tl.load(seed)
-    sequence, batch, head, tile, begin, near, after, end = list_of(
-        ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
-    )
+    seed = tl.load(seed) if HAS_DROPOUT else 0
+    sequence, batch, head, tile, begin, near, after, end, key_mask, query_segments, key_segments = list_of(
+        ranges, order, num_tiles, num_heads, layout_heads, sequences, key_mask, query_segments, key_segments,
+        stride_mask, query_length, key_length, BLOCK_M, BLOCK_N, RANK_MAJOR, HAS_PADDING, HAS_SEGMENTS, SKIPS, False,
+    )  # fmt: skip
     table, left, right = values_of(table, head, WIDTH, BIAS, False)
-    key_mask, query_segments = key_mask + batch * stride_mask, query_segments + batch * query_length
     k, v = k + batch * stride_kb + head * stride_kh, v + batch * stride_vb + head * stride_vh
     of_query, of_output = batch * stride_qb + head * stride_qh, batch * stride_ob + head * stride_oh
-    queries, key_segments = tile * BLOCK_M + tl.arange(0, BLOCK_M), key_segments + batch * key_length
+    queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     q_tile = load_rows(q + of_query, tile, BLOCK_M, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
     do_tile, row_delta, row_less = rows_of(
         o + of_output, do + of_output, lse, pairs, sequence, tile, left, right, stride_on, query_length,
@@ -427,8 +490,7 @@ def query_gradient_kernel(
                     shift = (key_tile * BLOCK_N - tile * BLOCK_M - LEFTMOST - window * WINDOW) // MICRO
                     sums = add_near(sums, ds.to(k_tile.dtype), places, shift, SUM_ROWS, MICRO, PRECISION)
                 elif TRAIN_BIAS:
-                    side = sides + tl.where(step < first_steps, 0, BLOCK_N * 16)
-                    row_sums = add_far(row_sums, ds, queries, key_tile, side, BIAS, PRECISION)
+                    row_sums = add_far(row_sums, ds, queries, key_tile, step < first_steps, sides, BIAS, PRECISION)
             if TRAIN_T5 and NEAR:
                 program = (sequence.to(tl.int64) * num_tiles + tile) * NUM_WINDOWS + window
                 store_near(near_sums + program * (SUM_ROWS * 16), sums, SUM_ROWS, MICRO, FOLD)
@@ -440,25 +502,23 @@ def query_gradient_kernel(
 # The first run of a key tile's list holds the queries that have this tile on their far right.
 @triton.jit(do_not_specialize=VARYING)
 def key_gradient_kernel(
-    q, k, v, do, pairs, dk, dv, table, key_mask, query_segments, key_segments, ranges, order, tiles,
-    tile_bits, seed, drop_below, drop_chance, grow, scale, scale2, num_tiles, num_heads, layout_heads, sequences,
-    query_length, key_length, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb,
-    stride_vh, stride_vn, stride_ob, stride_oh, stride_on, stride_mask, stride_dk, stride_dv, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr,
-    CAUSAL: tl.constexpr, DENSE: tl.constexpr, RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr,
-    HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, EVEN_M: tl.constexpr,
-    EVEN_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    q, k, v, do, pairs, dk, dv, table, key_mask, query_segments, key_segments, ranges, order, tiles, tile_bits, seed,
+    drop_below, drop_chance, grow, scale, scale2, num_tiles, num_heads, layout_heads, sequences, query_length,
+    key_length, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_on, stride_mask, stride_dk, stride_dv, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB_M: tl.constexpr,
+    SUB_N: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
+    RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients dk and dv for one tile of keys. Scores are computed as [keys, queries]."""
-    if HAS_DROPOUT:
-        seed = tl.load(seed)
-    sequence, batch, head, tile, begin, near, after, end = list_of(
-        ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
-    )
+    seed = tl.load(seed) if HAS_DROPOUT else 0
+    sequence, batch, head, tile, begin, near, after, end, key_mask, query_segments, key_segments = list_of(
+        ranges, order, num_tiles, num_heads, layout_heads, sequences, key_mask, query_segments, key_segments,
+        stride_mask, query_length, key_length, BLOCK_M, BLOCK_N, RANK_MAJOR, HAS_PADDING, HAS_SEGMENTS, SKIPS, True,
+    )  # fmt: skip
     table, left, right = values_of(table, head, WIDTH, BIAS, True)
-    key_mask += batch * stride_mask
-    query_segments, key_segments = query_segments + batch * query_length, key_segments + batch * key_length
     q += batch * stride_qb + head * stride_qh
     do += batch * stride_ob + head * stride_oh
     pairs += sequence.to(tl.int64) * ((6 if BIAS == T5 else 2) * query_length)

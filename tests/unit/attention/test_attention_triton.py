@@ -166,6 +166,45 @@ def test_a_recorded_graph_may_set_the_default_device_and_change_the_seed():
     assert printed("-c", IN_A_RECORDED_GRAPH) == [[True, False]]
 
 
+COUNT_TILES = """
+import json
+import torch
+from lm_experiments_tools.attention import T5Bias, block_sparse_attention
+from lm_experiments_tools.attention.kernels import triton_kernels
+from tests.helpers.attention_reference import attention_probabilities
+
+tile_at, visited = triton_kernels.tile_at, []
+triton_kernels.tile_at = lambda *arguments: visited.append(0) or tile_at(*arguments)
+
+def count(causal, **masks):
+    weight = torch.randn(8, 1, requires_grad=True)
+    leaves = [*(torch.randn(1, 1, 256, 16, requires_grad=True) for _ in range(3)), weight]
+    q, k, v, _ = leaves
+    bias, counts = T5Bias(weight, num_buckets=8, max_distance=20), []
+    output = block_sparse_attention(q, k, v, None, bias, causal=causal, **masks, backend="triton")
+    counts.append(len(visited))
+    expected = attention_probabilities(q, k, None, bias, causal=causal, **masks) @ v.double()
+    gradients = [torch.autograd.grad(x.square().sum(), leaves) for x in (output, expected)]
+    counts.append(len(visited) - counts[0])
+    visited.clear()
+    largest = max((a - b).abs().max() / b.abs().max() for a, b in zip(*gradients))
+    return [*counts, max(largest, (output - expected).abs().max()).item()]
+
+documents = torch.arange(1, 5).repeat_interleave(64)[None]
+mask, after = torch.arange(256)[None] < 50, torch.where(torch.arange(256) < 192, documents, 0)
+for masks in ({}, {"segment_ids": documents}, {"segment_ids": after}, {"key_padding_mask": mask}):
+    print(json.dumps(count("segment_ids" not in masks and bool(masks), **masks)))
+"""
+
+
+def test_tiles_of_documents_that_do_not_meet_and_of_padding_are_skipped():
+    """In a row of 256 tokens: one document, four, three and padding; and a causal one of 50 tokens and padding."""
+    forward, backward, errors = zip(*printed("-c", COUNT_TILES), strict=True)
+    assert max(errors) < 1e-5
+    # Tiles of 64 queries by 32 keys, for dk and dv of 32 by 64.
+    assert forward == (4 * 8, 4 * 2, 4 * 2, 4 * 2) and backward == (32 + 32, 8 + 8, 8 + 8, 8 + 8)
+
+
 COMPILE = """
 import json, sys
 import torch
