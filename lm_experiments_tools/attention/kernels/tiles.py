@@ -207,6 +207,7 @@ class Diagonals(NamedTuple):
     sides: Tensor  # [2, keys, 16]: factors in `add_far`, for tiles left and right of the near ones
     places: Tensor  # [2 * SUM_ROWS, blocks of a tile]: factors in `add_near`
     windows: Tensor  # int32 [layout heads, query tiles, windows + 1]: their begins in a list, and the last one's end
+    sums: Tensor  # int64 [sums of a distance, distances]: where they are in [windows, SUM_ROWS, 16] and 16 far sums
 
     @property
     def num_windows(self) -> int:
@@ -234,4 +235,23 @@ def diagonals_of(cut: Cut, saturation: int, ranges: Tensor, dtype: torch.dtype, 
     places = (_range(2 * SUM_ROWS) - SUM_ROWS)[:, None] == diagonal.flatten()
     sides = torch.eye(2, 16, device="cpu")[:, None].repeat(1, keys, 1)
     matrices = (x.to(device, dtype) for x in (sides, places))
-    return Diagonals(micro, leftmost, window, *matrices, windows.int().to(device))
+    sums = _places_of_sums(leftmost - queries + 1, window, windows.shape[2] - 1, micro, saturation)
+    return Diagonals(micro, leftmost, window, *matrices, windows.int().to(device), sums.to(device))
+
+
+def _places_of_sums(lowest: int, window: int, num_windows: int, micro: int, saturation: int) -> Tensor:
+    """Compute `Diagonals.sums` for equally many distances left and right; the outermost two are the far sums.
+
+    `lowest` is the distance of the first sum. Neighbouring rows and windows overlap.
+    """
+    columns, num_near = _range(16), num_windows * SUM_ROWS * 16
+    distances = lowest + window * _range(num_windows)[:, None, None] + micro * _range(SUM_ROWS)[:, None] + columns
+    places = (columns < 2 * micro - 1).expand_as(distances).flatten().nonzero()[:, 0]
+    reach = max(saturation, int(distances.abs().max())) + 1
+    found, order = (distances.flatten()[places] + reach).sort(stable=True)
+    counts = found.bincount(minlength=2 * reach + 1)
+    rank = _range(len(found)) - (counts.cumsum(0) - counts)[found]
+    sums = torch.full((int(counts.max()), 2 * reach + 1), num_near + 2, device="cpu")  # which is always zero
+    sums[rank, found] = places[order]
+    sums[0, 0], sums[0, -1] = num_near, num_near + 1
+    return sums

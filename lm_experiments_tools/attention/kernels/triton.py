@@ -293,20 +293,12 @@ def _bias_gradient(plan: Plan, sums: Mapping[str, Tensor]) -> Tensor:
     far_sums = sums["far_sums"].sum((0, 2))  # [heads, 16]
     if plan.bias == _ALIBI:
         return far_sums.sum(1)
-    lists, near_sums = plan.diagonals, sums["near_sums"].sum((0, 2))[..., : 2 * plan.diagonals.micro]
-    micro, saturation, length = lists.micro, plan.saturation, (SUM_ROWS + 1) * lists.micro
-    lowest = lists.leftmost - plan.tiles_of("query_gradient")[0].tile.queries + 1  # distance of the first sum
-    highest = lowest + (lists.num_windows - 1) * lists.window + length - 1
-    middle = max(-lowest, highest, saturation)
-    extended = near_sums.new_zeros(near_sums.shape[0], 2 * middle + 1)
-    for window in range(lists.num_windows):  # neighbours overlap, as rows of the sums do
-        begin = middle + lowest + window * lists.window
-        first, second = near_sums[:, window].split(micro, dim=-1)
-        extended[:, begin : begin + length - micro] += first.flatten(1)
-        extended[:, begin + micro : begin + length] += second.flatten(1)
-    d_table = extended[:, middle - saturation : middle + saturation + 1].clone()
-    d_table[:, 0] += extended[:, : middle - saturation].sum(1) + far_sums[:, 0]
-    d_table[:, -1] += extended[:, middle + saturation + 1 :].sum(1) + far_sums[:, 1]
+    near_sums = sums["near_sums"].sum((0, 2)).flatten(1)
+    by_distance = torch.cat([near_sums, far_sums], dim=1)[:, plan.diagonals.sums].sum(1)
+    beyond = by_distance.shape[1] // 2 - plan.saturation
+    d_table = by_distance[:, beyond:-beyond].contiguous()
+    d_table[:, 0] += by_distance[:, :beyond].sum(1)
+    d_table[:, -1] += by_distance[:, -beyond:].sum(1)
     return d_table
 
 
