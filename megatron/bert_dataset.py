@@ -243,10 +243,6 @@ class BertDataset:
             del batch["next_sentence_label"]
         return batch
 
-    def maps(self) -> tuple[np.ndarray, ...]:
-        """Return the memory-mapped arrays that the samples are read from."""
-        return *self.tokens.maps(), self.mapping.rows
-
     def _fill(self, batch: dict[str, np.ndarray], epochs: np.ndarray, rows: np.ndarray) -> None:
         """Write the examples of (epoch, row) into a block of the batch."""
         segments = self._segments(epochs, rows)

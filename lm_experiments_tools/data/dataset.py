@@ -61,9 +61,6 @@ class Rows(Protocol):
     def lengths(self, epochs: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return the numbers of input and target tokens of the same examples, int64[2, n]; for arrangements only."""
 
-    def maps(self) -> Sequence[np.ndarray]:
-        """Return the memory-mapped arrays that rows are read from."""
-
     def describe(self) -> str:
         """Describe the examples and the size of the data, for the log."""
 

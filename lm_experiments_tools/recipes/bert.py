@@ -18,8 +18,7 @@ from lm_experiments_tools.data.objectives.document_rows import DocumentRows
 from lm_experiments_tools.data.objectives.mlm import Blocks, MaskedLM, MaskingRate, SampleMasking
 from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.objectives.token_rows import TokenRows
-from lm_experiments_tools.data.tokens.cold import read_at_random
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, dataset_paths, token_prefix
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, dataset_paths, read_at_random, token_prefix
 from lm_experiments_tools.data.tokens.tokenize import check_vocabulary, report_unknown, warn_unrecorded
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
@@ -154,8 +153,6 @@ def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend, tokenizer
     tokenizer_dir = save_tokenizer(args, backend, tokenizer.save)  # refused before hours of tokenizing
     opened = on_all(backend, lambda: make(args, tokenizer) if backend.is_main else None)
     train, valid = on_all(backend, lambda: opened or make(args, tokenizer))
-    if train is not None:
-        read_at_random(train.members)
     where = (args.rows_on_worker(backend.world_size), backend.rank, backend.world_size)
     return PretrainingData(
         tokenizer,
@@ -259,6 +256,7 @@ def open_documents(path: str, args: BertPretrainingArgs, tokenizer: Tokenizer) -
         warn_unrecorded(tokens.prefix, tokens.meta)
         check_vocabulary(tokens.prefix, tokens.meta, tokenizer)
     report_unknown(tokens, tokenizer.unk_id)
+    read_at_random([tokens])
     return tokens
 
 
@@ -269,6 +267,7 @@ def open_sentences(path: str) -> IndexedDataset:
     if any(file.is_file() for file in dataset_paths(prefix)[:2]):
         tokens = IndexedDataset(prefix)
         warn_unrecorded(prefix, tokens.meta)
+        read_at_random([tokens])
         return tokens
     longer = [name.removesuffix(".idx") for name in sorted(glob.glob(f"{glob.escape(prefix)}_*.idx"))]
     if longer:

@@ -158,10 +158,6 @@ class TokenRows:
         check_ids(tokens, self.vocab_size)
         return tokens
 
-    def maps(self) -> tuple[np.ndarray, ...]:
-        """Return the arrays, possibly memory-mapped, that the tokens are read from."""
-        return tuple(source.tokens for source in self.sources)
-
     def _offsets(self, rows: np.ndarray) -> np.ndarray:
         rounds, positions = np.divmod(rows, len(self._row_ends))
         return rounds * self._row_ends[-1] + self._row_begins[positions]
