@@ -191,8 +191,7 @@ class Dataset(SampleDataset):
     def batch(self, samples: np.ndarray) -> Batch:
         """Make a batch of the samples with the given numbers int64[n].
 
-        Raises:
-            UserError: members have different entries, or an example cannot be made.
+        Raises UserError: members have different entries, or an example cannot be made.
         """
         found = self._rows_of(self._arranged(samples))
         parts = ((here, member.batch(epochs, rows)) for here, member, epochs, rows in found)

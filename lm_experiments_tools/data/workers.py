@@ -106,9 +106,7 @@ class Worker:
     def receive(self) -> Any:
         """Wait for the worker's next message and return it.
 
-        Raises:
-            UserError, OSError: an error that the worker raised.
-            WorkerEnded: the worker has died.
+        Raises a UserError or OSError of the worker, and WorkerEnded if it has died.
         """
         try:
             while isinstance(message := self._connection.recv(), LogLine):

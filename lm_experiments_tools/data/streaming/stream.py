@@ -186,8 +186,7 @@ class StreamedDataset(SampleDataset):
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Return a batch of the samples with the given numbers int64[n]. Waits until their text is tokenized.
 
-        Raises:
-            RunError: the text cannot be read, or a worker process has died.
+        Raises RunError: the text cannot be read, or a worker process has died.
         """
         numbers, streams = np.divmod(samples, self.settings.plan.num_streams)
         rows_of = {stream: np.flatnonzero(streams == stream.number) for stream in self.streams}

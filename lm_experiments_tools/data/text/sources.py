@@ -185,8 +185,7 @@ def endings(path: str) -> tuple[str, str]:
 def kind_of(path: str) -> str:
     """Return the kind of a file (see `Shard`) by its suffix, "" if none reads it. A `.json` may begin a list by `[`.
 
-    Raises:
-        UserError: the file needs pyarrow, which is not installed.
+    Raises UserError: the file needs pyarrow, which is not installed.
     """
     suffix, compression = endings(path)
     kind = _KINDS.get(suffix, "")
@@ -414,8 +413,7 @@ class PythonRows(str):
 def as_source(value: Any, name: str) -> str:
     """Convert a data setting, a path or rows in memory, to a string: the path or `PythonRows`.
 
-    Raises:
-        UserError: the value has another type.
+    Raises UserError: the value has another type.
     """
     if isinstance(value, str | os.PathLike):
         return value if isinstance(value, str) else os.fspath(value)

@@ -192,8 +192,7 @@ class IndexedDatasetWriter:
     def add_documents(self, ids: np.ndarray, sequence_lengths: np.ndarray, num_sequences: np.ndarray) -> None:
         """Append many documents in one call, which is much faster than `add_sequence`.
 
-        Raises:
-            ValueError: the lengths do not sum to the numbers of ids and sequences, or an id does not fit the dtype.
+        Raises ValueError: the lengths do not sum to the numbers of ids and sequences, or an id does not fit the dtype.
         """
         if sequence_lengths.sum() != len(ids) or num_sequences.sum() != len(sequence_lengths):
             raise ValueError("lengths do not sum to the number of ids, or sequences to that of documents")
@@ -389,8 +388,7 @@ class IndexedDataset:
     def fingerprint(self) -> str:
         """sha256 of the index and, if PREFIX.json records it, of the tokens.
 
-        Raises:
-            UserError: the .bin file was changed after PREFIX.json was written.
+        Raises UserError: the .bin file was changed after PREFIX.json was written.
         """
         digest = hashlib.sha256()
         _update_from_file(digest, self.idx_path)
