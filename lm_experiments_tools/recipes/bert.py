@@ -15,7 +15,7 @@ from lm_experiments_tools.config.bert import SENTENCES
 from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
 from lm_experiments_tools.data.objectives.document_rows import DocumentRows
-from lm_experiments_tools.data.objectives.mlm import Blocks, MaskedLM, MaskingRate, SampleMasking
+from lm_experiments_tools.data.objectives.mlm import Blocks, MaskedLM, SampleMasking
 from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.objectives.token_rows import TokenRows
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, dataset_paths, read_at_random, token_prefix
@@ -222,7 +222,10 @@ def document_datasets(
     length = {"input_length": args.input_seq_len, "model_kind": "encoder"}
     blocks = Blocks.create(vocabulary, **length)
     starts_word = tokenizer.starts_word if args.whole_word else None
-    masked_lm = MaskedLM.create(vocabulary, **length, replace=args.mask_replace, starts_word=starts_word)
+
+    def masking(probability: float) -> SampleMasking:
+        options = {"mlm_probability": probability, "replace": args.mask_replace, "starts_word": starts_word}
+        return SampleMasking(MaskedLM.create(vocabulary, **length, **options), args.seed)
 
     def rows(path: str, seed: int) -> DocumentRows | TokenRows:
         tokens = open_tokens(path)
@@ -237,12 +240,10 @@ def document_datasets(
 
     train = valid = None
     if not args.validate_only:
-        rate = MaskingRate(args.mlm_prob, args.mlm_prob_end, args.mlm_prob_samples or 1)
-        masking = SampleMasking(masked_lm, rate, args.seed)
-        train = Dataset.mixed(args.data_path, rows, args.seed, args.mixing(), masking)
+        train = Dataset.mixed(args.data_path, rows, args.seed, args.mixing(), masking(args.mlm_prob))
     if args.valid_data_path is not None:
-        rate = MaskingRate(args.valid_mlm_prob or args.mlm_prob)
-        valid = Dataset(rows(args.valid_data_path, args.seed), masking=SampleMasking(masked_lm, rate, args.seed))
+        masks = masking(args.valid_mlm_prob or args.mlm_prob)
+        valid = Dataset(rows(args.valid_data_path, args.seed), masking=masks)
     return train, valid
 
 
