@@ -90,14 +90,12 @@ class Encoder(Protocol):
         key: key of the text in a JSON record; None passes all fields to `parts`.
         suffixes: suffixes of the output file names. One token file per suffix is written.
         dtype: dtype of the ids.
-        max_bytes: larger records are rejected; None for the default.
         identity: JSON value; equal identities give equal ids.
     """
 
     key: str | None
     suffixes: Sequence[str]
     dtype: np.dtype
-    max_bytes: int | None
     identity: Any
 
     def parts(self, record: Record) -> list[list[str]]:
@@ -122,7 +120,6 @@ class TextEncoder:
     append_eos: bool
     encode_by: str
     suffixes = ("",)
-    max_bytes = None
 
     @classmethod
     def of(
@@ -222,7 +219,7 @@ def encode_shard(shard: Shard, prefix: str, encoder: Encoder, limit: int) -> tup
         with closing(rejected), ExitStack() as stack:
             names = [prefix + suffix for suffix in encoder.suffixes]
             writers = [stack.enter_context(EncodedWriter(name, encoder.dtype, durable=False)) for name in names]
-            documents = converted(read_shard(shard, encoder.key, max_bytes=encoder.max_bytes), encoder.parts, rejected)
+            documents = converted(read_shard(shard, encoder.key), encoder.parts, rejected)
             for batch in batches(documents, _num_characters, _BATCH_CHARACTERS):
                 for writer, texts in zip(writers, zip(*batch, strict=True), strict=True):
                     writer.add(encoder.encode(texts))
@@ -252,7 +249,7 @@ def work(caller: Caller) -> None:
 
 
 def _encode_shards(
-    jobs: Sequence[tuple[Shard, str]], encoder: Encoder, workers: int, limit: int, remedy: str
+    jobs: Sequence[tuple[Shard, str]], encoder: Encoder, workers: int, limit: int
 ) -> Iterator[tuple[Shard, str]]:
     """The (shard, prefix) of each finished job; ends early where too many records are rejected."""
     num_rejected, workers = 0, min(workers, len(jobs))
@@ -272,7 +269,7 @@ def _encode_shards(
         except WorkerEnded as end:
             raise UserError(
                 f"a tokenization process ended with exit code {end.returncode} (-9: killed, often for lack of memory) "
-                f"at {end.request[0].path}: {remedy}"
+                f"at {end.request[0].path}: try again with fewer workers"
             ) from None
 
 
@@ -287,7 +284,6 @@ class Tokenization:
         outputs: prefixes of the token files, one per suffix of the encoder.
         rejected: path of the list of rejected records.
         limit: maximum number of rejected records.
-        remedy: advice in the error message if a process dies.
     """
 
     shards: Sequence[Shard]
@@ -297,7 +293,6 @@ class Tokenization:
     rejected: str
     limit: int
     workers: int
-    remedy: str = "try again with fewer workers"
 
     def __post_init__(self) -> None:
         self._fingerprint = plan_fingerprint(self.shards, self.encoder.identity)
@@ -339,7 +334,7 @@ class Tokenization:
         jobs = [job for job in zip(self.shards, self._parts, strict=True) if not self._is_intact(job[1])]
         if finished := len(self.shards) - len(jobs):
             logger.info("%d of %d shards are there from an earlier run", finished, len(self.shards))
-        with closing(_encode_shards(jobs, self.encoder, self.workers, self.limit, self.remedy)) as done:
+        with closing(_encode_shards(jobs, self.encoder, self.workers, self.limit)) as done:
             progress(jobs, done)
         self._check_unchanged()
         rejected = self._collect_rejected()
