@@ -449,7 +449,7 @@ def tokenize_corpus(
             shards, encoder, prefix, [prefix], rejected=f"{prefix}.bad_lines.jsonl", limit=max_bad_lines,
             workers=workers or available_cores(),
         )  # fmt: skip
-        (meta,) = run.run(partial(_meta, encoder, shards, origin), partial(_show_progress, shards, show_progress))
+        (meta,) = run.run(partial(_meta, encoder, shards, origin), partial(_show_progress, show_progress))
     return meta
 
 
@@ -482,26 +482,12 @@ def _meta(
     return [meta | ({"empty_documents": rejected.num_empty} if rejected.num_empty else {})]
 
 
-def _show_progress(
-    shards: Sequence[Shard], show: bool | None, jobs: Sequence[tuple[Shard, str]], done: Iterable[tuple[Shard, str]]
-) -> None:
-    """A bar of bytes read, or of shards where sizes are not known."""
-    if not (sys.stderr.isatty() if show is None else show):
-        for _ in done:
-            pass
-        return
+def _show_progress(show: bool | None, jobs: Sequence[tuple[Shard, str]], done: Iterable[tuple[Shard, str]]) -> None:
     from tqdm import tqdm
 
-    known = all(shard.kind != "dataset" for shard in shards)
-
-    def weight(shard: Shard) -> int:
-        return shard.num_bytes if known else 1
-
-    total, left = sum(map(weight, shards)), sum(weight(shard) for shard, _ in jobs)
-    unit = "B" if known else "shard"
-    with tqdm(total=total, initial=total - left, unit=unit, unit_scale=known, desc="tokenize") as bar:
-        for shard, _ in done:
-            bar.update(weight(shard))
+    is_shown = sys.stderr.isatty() if show is None else show
+    for _ in tqdm(done, total=len(jobs), unit="shard", desc="tokenize", disable=not is_shown):
+        pass
 
 
 def ensure_tokenized(path: str, vocabulary: Tokenizer, cache_dir: str | os.PathLike, **options: Any) -> str:

@@ -145,14 +145,14 @@ def test_files_that_are_replaced_are_named(folder, caplog):
 
 def test_input_without_any_text_is_one_sentence(folder):
     data = folder / "in" / "data.jsonl"
-    for records, flags, message in [
+    for rows, flags, message in [
         ([{"text": 1}], (), "there is no document in .*: 1 bad lines"),
         ([{"text": ""}, {"text": []}], (), "all 2 documents of .* are empty under the key 'text'"),
         ([{"text": "a", "title": ""}], ("--json-keys", "text", "title"), "empty under the key 'title'"),
         ([{"a": "b"}], ("--json-keys", "a", "text"), r"no key 'text' \(there is 'a'\)"),
         ([], (), "there is no text in .*: 1 files, all of them empty"),
     ]:
-        write_lines(data, records)
+        write_lines(data, rows)
         with pytest.raises(UserError, match=message):
             run(folder, *flags)
 
