@@ -324,8 +324,10 @@ class _Reader:
         if encoder.targets.texts:
             parts.append(encoder.targets.describe("targets", "--target_seq_len"))
         if self.backend.is_main:
-            loses = encoder.sources.loses() or encoder.targets.loses()
+            loses = encoder.sources.num_truncated or encoder.targets.num_truncated
             logger.log(logging.WARNING if loses else logging.INFO, "%s: %s", split, "; ".join(parts))
+            for what, counts in (("sources", encoder.sources), ("targets", encoder.targets)):
+                counts.warn_of_unknown(f"{what} of {split}")
 
 
 def example_rows(args: FinetuningArgs, encoded: EncodedExamples, tokenizer: Any, *, training: bool) -> ExampleRows:
