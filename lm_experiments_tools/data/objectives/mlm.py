@@ -25,7 +25,6 @@ import numpy as np
 from numpy.random import Generator
 
 from lm_experiments_tools.data.objectives.objective import Objective
-from lm_experiments_tools.data.objectives.token_rows import BLOCK
 from lm_experiments_tools.data.order import row_generators, stream_key
 from lm_experiments_tools.labels import IGNORED_LABEL
 
@@ -163,11 +162,5 @@ class SampleMasking:
 
         The label of a token that was not chosen is -100.
         """
-        ids = batch["input_ids"]
-        labels = np.empty_like(ids)
-        for begin in range(0, len(samples), BLOCK):
-            here = slice(begin, begin + BLOCK)
-            generators = row_generators(self._noise_key, np.zeros_like(samples[here]), samples[here])
-            masked = self.objective.examples(ids[here], generators)
-            ids[here], labels[here] = masked["input_ids"], masked["labels"]
-        return {**batch, "labels": labels}
+        generators = row_generators(self._noise_key, np.zeros_like(samples), samples)
+        return {**batch, **self.objective.examples(batch["input_ids"], generators)}
