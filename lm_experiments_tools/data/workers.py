@@ -78,7 +78,8 @@ class Worker:
         log: BinaryIO | None = None,
     ):
         self._connection, theirs = Pipe()
-        self._asking, self._end = threading.Lock(), None
+        self._asking = threading.Lock()
+        self._end: Exception | None = None
         with theirs:
             descriptor = theirs.fileno()
             # The caller handles signals to the group. The import path is copied: `python -c` puts the current folder

@@ -24,7 +24,7 @@ from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.seqio import client as module
 from lm_experiments_tools.data.seqio import worker as seqio_worker
 from lm_experiments_tools.data.seqio.client import SeqioExamples, SeqioWorker, seqio_data, to_batch
-from lm_experiments_tools.data.seqio.worker import Job
+from lm_experiments_tools.data.seqio.job import Job
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.errors import RunError, UserError
 from tests.distributed.launch import environment
@@ -134,7 +134,7 @@ import os, time
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.seqio import client as module
-from lm_experiments_tools.data.seqio.worker import Job
+from lm_experiments_tools.data.seqio.job import Job
 from tests.unit.data.seqio.fake_worker import work
 module.work = work
 fields = dict.fromkeys(Job.__dataclass_fields__, 1)
