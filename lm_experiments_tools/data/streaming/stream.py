@@ -294,7 +294,7 @@ def _open(
 
     folder = (CACHE / fingerprint[:16]).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    encoder = TextEncoder.of(vocabulary, args.text_key, args.ends_documents())
+    encoder = TextEncoder(vocabulary, args.text_key, args.ends_documents())
     settings = ChunkSettings(plan, str(folder), encoder, args.max_bad_lines)
     numbers = streams_of(backend.rank, backend.world_size, plan.num_streams)
     num_workers = min(args.data_n_workers or min(_WORKERS, available_cores()), len(numbers))

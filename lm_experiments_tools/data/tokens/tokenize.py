@@ -112,29 +112,12 @@ class TextEncoder:
     Attributes:
         key: key of the text in a JSON record.
         append_eos: append EOS to each document.
-        encode_by: "line" or "document", see `tokenize_corpus`.
     """
 
     vocabulary: Tokenizer
-    key: str
-    append_eos: bool
-    encode_by: str
+    key: str = "text"
+    append_eos: bool = False
     suffixes = ("",)
-
-    @classmethod
-    def of(
-        cls, vocabulary: Tokenizer, text_key: str = "text", append_eos: bool = False, encode_by: str | None = None
-    ) -> "TextEncoder":
-        """Build a text encoder from a vocabulary.
-
-        Args:
-            encode_by: "line" or "document", see `tokenize_corpus`; None uses `Tokenizer.encode_by`.
-        """
-        if encode_by not in (None, "line", "document"):
-            raise UserError(f"encode_by is {encode_by!r}, not 'line' or 'document'")
-        if encode_by == "line" != vocabulary.encode_by:
-            logger.warning("%s reads newlines, and encode_by=line leaves them all out", vocabulary.path)
-        return cls(vocabulary, text_key, append_eos, encode_by or vocabulary.encode_by)
 
     @property
     def dtype(self) -> np.dtype:
@@ -146,11 +129,11 @@ class TextEncoder:
             "vocab_sha256": self.vocabulary.fingerprint,
             "text_key": self.key,
             "append_eos": self.append_eos,
-            "encode_by": self.encode_by,
+            "encode_by": self.vocabulary.encode_by,
         }
 
     def parts(self, record: Record) -> list[list[str]]:
-        return [[record.value] if self.encode_by == "document" else record.value.split("\n")]
+        return [[record.value] if self.vocabulary.encode_by == "document" else record.value.split("\n")]
 
     def encode(self, documents: Sequence[Sequence[str]]) -> EncodedDocuments:
         """Encode documents, each a list of texts that are concatenated."""
@@ -411,7 +394,6 @@ def tokenize_corpus(
     text_key: str = "text",
     document_per_line: bool = False,
     max_bad_lines: int = 100,
-    encode_by: str | None = None,
     show_progress: bool | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
@@ -426,8 +408,6 @@ def tokenize_corpus(
         text_key: key of the text in a JSON record.
         document_per_line: each line of a text file is a document, instead of the lines between blank lines.
         max_bad_lines: limit of rejected records, listed in PREFIX.bad_lines.jsonl.
-        encode_by: "line" encodes each line separately and gives the ids of Hugging Face tokenizers; "document" gives
-            those of seqio; None uses `Tokenizer.encode_by`.
         show_progress: show a progress bar; None shows one on a terminal.
         overwrite: replace token files of other inputs or of another vocabulary.
 
@@ -438,7 +418,7 @@ def tokenize_corpus(
         UserError: unreadable input or vocabulary, no document, too many rejected records, or PREFIX has other text.
     """
     vocabulary = vocab_path if isinstance(vocab_path, Tokenizer) else open_tokenizer(vocab_path)
-    encoder = TextEncoder.of(vocabulary, text_key, append_eos, encode_by)
+    encoder = TextEncoder(vocabulary, text_key, append_eos)
     prefix = os.fspath(output_prefix)
     origin = recorded_inputs(inputs)
     shards = plan_shards(inputs, document_per_line=document_per_line)
@@ -472,7 +452,7 @@ def _meta(
         "num_tokens": writer.num_tokens,
         "num_bytes": writer.num_bytes,
         "append_eos": encoder.append_eos,
-        "encode_by": encoder.encode_by,
+        "encode_by": encoder.vocabulary.encode_by,
         "text_key": encoder.key,
         "dtype": writer.dtype.name,
         "bin_sha256": writer.bin_sha256,
@@ -496,8 +476,7 @@ def ensure_tokenized(path: str, vocabulary: Tokenizer, cache_dir: str | os.PathL
     Other processes that need the same text wait meanwhile. A text is tokenized again if names, sizes or times of the
     input files (or the revision of a hub dataset), the vocabulary or the options change.
     """
-    settings = {name: options[name] for name in ("text_key", "append_eos", "encode_by") if name in options}
-    encoder = TextEncoder.of(vocabulary, **settings)
+    encoder = TextEncoder(vocabulary, options.get("text_key", "text"), options.get("append_eos", False))
     shards = plan_shards([path], document_per_line=options.get("document_per_line", False))
     key = plan_fingerprint(shards, encoder.identity)[:16]
     prefix = os.path.join(cache_dir, f"{Path(path).name.replace(':', '_')}-{key}")
