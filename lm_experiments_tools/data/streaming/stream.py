@@ -218,8 +218,10 @@ class StreamedDataset(SampleDataset):
         """End the worker processes that tokenize the text."""
         for worker in self.workers:
             worker.kill()
-            worker.close()
+        # Connections are closed when no thread reads them any more.
         futures.wait([chunk for stream in self.streams for chunk in stream.chunks.values()], _SECONDS_TO_STOP)
+        for worker in self.workers:
+            worker.close()
 
 
 def streaming_data(
