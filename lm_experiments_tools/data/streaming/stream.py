@@ -122,10 +122,10 @@ class Stream:
         while samples.max() >= self._begins[-1]:
             self._wait(len(self._records))
         chunks = np.searchsorted(self._begins, samples, side="right") - 1
+        self._chunk(int(chunks.max()) + 1)  # ahead of the steps that need it
         for number in np.unique(chunks).tolist():
             here = np.flatnonzero(chunks == number)
             yield here, self._wait(number), samples[here] - self._begins[number]
-        self._chunk(int(chunks.max()) + 1)
 
     def _wait(self, number: int) -> Dataset:
         chunk = self._chunk(number)
