@@ -28,7 +28,6 @@ import numpy as np
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import human_bytes, naming, read_json
-from lm_experiments_tools.modules.devices import available_memory
 
 logger = logging.getLogger(__name__)
 
@@ -457,6 +456,8 @@ def read_at_random(files: Sequence[IndexedDataset]) -> None:
 
     It reads up to 8 MB around each page, which is wasted if the page cache is too small (benchmarks/cold_reads.md).
     """
+    from lm_experiments_tools.modules.devices import available_memory  # with torch, which no tokenizing process needs
+
     size, memory = sum(file.tokens.nbytes for file in files), available_memory()
     if size <= _PART_OF_MEMORY * memory or not hasattr(mmap, "MADV_RANDOM"):
         return

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lm_experiments_tools.data.tokens import indexed
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, read_at_random
 from lm_experiments_tools.modules import devices
 
@@ -40,7 +39,7 @@ def advised(path):
 def test_files_are_advised_where_together_they_are_larger_than_memory(prefix, monkeypatch, part):
     tokens = [IndexedDataset(prefix), IndexedDataset(prefix)]
     size = 2 * os.path.getsize(f"{prefix}.bin")
-    monkeypatch.setattr(indexed, "available_memory", lambda: int(size / part))
+    monkeypatch.setattr(devices, "available_memory", lambda: int(size / part))
     read_at_random(tokens)
     assert advised(f"{prefix}.bin") == [part > 1] * 2
 
