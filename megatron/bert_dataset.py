@@ -31,7 +31,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from lm_experiments_tools.data.objectives.token_rows import BLOCK, CHECKED_AT_START, check_ids
+from lm_experiments_tools.data.objectives.token_rows import CHECKED_AT_START, check_ids
 from lm_experiments_tools.data.order import draw_integers, stream_key
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, search_sorted
@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 _VERSION = 1  # of the mapping (seed, sample) -> example; part of the fingerprint
 _UNREAD_WARNING = 0.05  # of the tokens without room in a sample: every text has a few long or lone sentences
+_BLOCK = 64  # rows made at once: few enough for the caches, enough to spread the cost of numpy's calls
 _32 = np.uint64(32)
 
 
@@ -236,16 +237,12 @@ class BertDataset:
         names = ("input_ids", "token_type_ids", "attention_mask", "labels")
         batch = {name: np.empty(shape, np.int64) for name in names}
         batch["next_sentence_label"] = np.empty(len(rows), np.int64)
-        for begin in range(0, len(rows), BLOCK):
-            block = slice(begin, begin + BLOCK)
+        for begin in range(0, len(rows), _BLOCK):
+            block = slice(begin, begin + _BLOCK)
             self._fill({name: values[block] for name, values in batch.items()}, epochs[block], rows[block])
         if not self.binary_head:
             del batch["next_sentence_label"]
         return batch
-
-    def maps(self) -> tuple[np.ndarray, ...]:
-        """Return the memory-mapped arrays that the samples are read from."""
-        return *self.tokens.maps(), self.mapping.rows
 
     def _fill(self, batch: dict[str, np.ndarray], epochs: np.ndarray, rows: np.ndarray) -> None:
         """Write the examples of (epoch, row) into a block of the batch."""

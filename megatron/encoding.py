@@ -17,11 +17,10 @@ Empty sequences and empty documents are dropped. The setting `split_tokens` make
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from lm_experiments_tools.config.flags import COUNT
 from lm_experiments_tools.data.text.records import BadRecord, Record, field_of, unusable_characters, utf8_length
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.tokens.indexed import token_dtype
@@ -54,8 +53,6 @@ class EncodingArgs:
     """Make each token a sequence."""
     append_eod: bool = False
     """End each document with the tokenizer's end-of-document id ([SEP] where it has none)."""
-    max_document_mb: Annotated[int, COUNT] = 256
-    """A longer line is a bad line; a worker needs 6 times the memory, 24 times without --split_sentences."""
 
 
 class SentenceEncoder:
@@ -69,7 +66,6 @@ class SentenceEncoder:
     def __init__(self, args: EncodingArgs, tokenizer: Tokenizer | None = None):
         # Not a subclass of a script's, which worker processes could not import.
         self.args = EncodingArgs(**{field.name: getattr(args, field.name) for field in fields(EncodingArgs)})
-        self.max_bytes = args.max_document_mb << 20
         self.tokenizer = tokenizer or build_tokenizer(
             args.tokenizer_type, vocab_file=args.vocab_file, name_or_path=args.tokenizer_name_or_path
         )

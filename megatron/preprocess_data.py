@@ -120,7 +120,6 @@ def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
             rejected=f"{args.output_prefix}.bad_lines.jsonl",
             limit=args.max_bad_lines,
             workers=args.workers,
-            remedy="try again with fewer workers or a smaller --max-document-mb",
         )
         metas = run.run(partial(_metas, args, encoder), partial(_log_progress, args.log_interval))
         for prefix in prefixes:
@@ -145,7 +144,7 @@ def _plan(args: PreprocessArgs) -> list[Shard]:
 def _refuse_absent_keys(shards: Sequence[Shard], args: PreprocessArgs, encoder: SentenceEncoder) -> None:
     """UserError where none of the first lines, as many as may be bad, has the keys."""
     num_lines, first = 0, ""
-    items = ((part, item) for part in shards for item in read_shard(part, None, max_bytes=encoder.max_bytes))
+    items = ((part, item) for part in shards for item in read_shard(part, None))
     for shard, item in items:
         if getattr(item, "raw", b"") == b"":  # of a text file, or unreadable
             return

@@ -47,7 +47,6 @@ class TrainState:
         phase: number of the phase that saved this, from 0.
         first_step: step at which the run began; above 0 if it branches from another run.
         data_offset: position in the data minus `consumed_samples`.
-        ramp_start: samples consumed when the masking rate began to change (`--mlm_prob_end`).
         samples_per_epoch: None if unknown.
         best_metric, best_step: best value of `optimize_metric` on validation, and its step.
         patience: number of consecutive validations without improvement.
@@ -70,7 +69,6 @@ class TrainState:
     phase: int = 0
     first_step: int = 0
     data_offset: int = 0
-    ramp_start: int = 0
     samples_per_epoch: int | None = None
     best_metric: float | None = None
     best_step: int | None = None

@@ -103,11 +103,6 @@ class BertObjectiveArgs:
     """Length of a sample, in tokens, [CLS] and [SEP] included."""
     mlm_prob: Annotated[float, PART] = 0.15
     """Fraction of tokens to predict: 80 % of them become [MASK], 10 % another token, 10 % stay."""
-    mlm_prob_end: Annotated[float | None, PART, _OF_PACKING] = None
-    """Fraction that --mlm_prob changes to, linearly over --mlm_prob_samples. None: it stays."""
-    mlm_prob_samples: Annotated[int | None, COUNT, needs("mlm_prob_end")] = None
-    """Rows, over all workers, after which --mlm_prob_end is reached: updates times the global batch. A phase that sets
-    another --mlm_prob or --mlm_prob_end counts from its start."""
     valid_mlm_prob: Annotated[float | None, HARMLESS, PART, _OF_PACKING, VALIDATION] = None
     """Fraction of tokens to predict in validation. None: --mlm_prob."""
     mask_replace: Annotated[tuple[float, ...], _OF_PACKING] = (0.8, 0.1, 0.1)
@@ -133,8 +128,6 @@ class BertObjectiveArgs:
     """Most words in a row that are masked together."""
 
     def check(self) -> None:
-        if self.mlm_prob_end is not None and self.mlm_prob_samples is None:
-            raise UserError("--mlm_prob_end needs --mlm_prob_samples, for example --iters times the global batch.")
         parts = self.mask_replace
         if len(parts) != 3 or not all(part >= 0 for part in parts) or abs(sum(parts) - 1) > 1e-6:
             raise UserError(
@@ -147,7 +140,7 @@ class BertObjectiveArgs:
 
     def highest_rate(self) -> float:
         """Upper bound of the fraction of tokens to predict. It is higher for whole-word masking."""
-        rate = max(filter(None, (self.mlm_prob, self.mlm_prob_end, self.valid_mlm_prob)))
+        rate = max(filter(None, (self.mlm_prob, self.valid_mlm_prob)))
         return min(1.0, rate * (1.5 if self.whole_word else 1.0))
 
 

@@ -28,6 +28,7 @@ from lm_experiments_tools.files import json_sha256
 
 if TYPE_CHECKING:
     from lm_experiments_tools.data.arrangement import Arrangement
+    from lm_experiments_tools.data.objectives.mlm import SampleMasking
 
 Batch = dict[str, np.ndarray]
 Source = TypeVar("Source")
@@ -61,22 +62,8 @@ class Rows(Protocol):
     def lengths(self, epochs: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return the numbers of input and target tokens of the same examples, int64[2, n]; for arrangements only."""
 
-    def maps(self) -> Sequence[np.ndarray]:
-        """Return the memory-mapped arrays that rows are read from."""
-
     def describe(self) -> str:
         """Describe the examples and the size of the data, for the log."""
-
-
-class Masking(Protocol):
-    """Interface of what masks the tokens of each sample, `data.objectives.mlm.SampleMasking`."""
-
-    def describe(self) -> str: ...
-
-    def settings(self) -> list[Any]:
-        """Return everything that determines the masks of a row, as JSON values, for a fingerprint."""
-
-    def __call__(self, batch: Batch, samples: np.ndarray) -> Batch: ...
 
 
 def joined(parts: Iterable[tuple[np.ndarray, Batch]], num_samples: int, what: str) -> Batch:
@@ -116,7 +103,7 @@ class SampleDataset:
     fingerprint: str
     samples_per_epoch: int | None
     order: str | None = None
-    masking: Masking | None = None
+    masking: SampleMasking | None = None
 
     def batch(self, samples: np.ndarray) -> Batch:
         """Make a batch of the samples with the given numbers int64[n]: name -> array whose first dimension is n."""
@@ -130,7 +117,7 @@ class Dataset(SampleDataset):
     """Samples by number, over all epochs: shuffled rows of one or several data sets."""
 
     def __init__(
-        self, members: Rows | Sequence[Rows], mixture: Mixture | None = None, masking: Masking | None = None
+        self, members: Rows | Sequence[Rows], mixture: Mixture | None = None, masking: SampleMasking | None = None
     ) -> None:
         self.members: list[Rows] = list(members) if isinstance(members, Sequence) else [members]
         self.mixture, self.masking = mixture, masking
@@ -143,7 +130,7 @@ class Dataset(SampleDataset):
         make: Callable[[Source, int], Rows],
         seed: int,
         mixing: Mapping[str, Any],
-        masking: Masking | None = None,
+        masking: SampleMasking | None = None,
     ) -> Dataset:
         """Mix the rows of several sources, such as token files. A single one is read alone."""
         if len(sources) == 1:
@@ -194,8 +181,7 @@ class Dataset(SampleDataset):
     def batch(self, samples: np.ndarray) -> Batch:
         """Make a batch of the samples with the given numbers int64[n].
 
-        Raises:
-            UserError: members have different entries, or an example cannot be made.
+        Raises UserError: members have different entries, or an example cannot be made.
         """
         found = self._rows_of(self._arranged(samples))
         parts = ((here, member.batch(epochs, rows)) for here, member, epochs, rows in found)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from math import ceil
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,20 +19,6 @@ from lm_experiments_tools.labels import IGNORED_LABEL
 
 # the entries of a batch that a loss is a mean over, and the number of an example that is to be predicted
 LABELS = frozenset({"labels", "next_sentence_label", "example"})
-
-
-class ValidSource(Protocol):
-    """Interface of validation data: a finite number of batches, the same whenever they are iterated.
-
-    All ranks (training processes) have the same number of batches.
-    """
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]: ...
 
 
 def in_background(function: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -54,54 +40,17 @@ def in_background(function: Callable[..., Any], *args: Any) -> Future[Any]:
     return future
 
 
-class TrainSource:
-    """Base class of training data loaders: an endless iterator over the batches of one worker.
+class TrainLoader:
+    """Endless training batches of a `SampleDataset`. Seeking to any position takes constant time, but for seqio.
 
     Args:
-        rank: number of this worker, from 0.
+        rows_per_worker: rows per step on this worker (micro-batch size x accumulation steps).
+        prefetch: make the next batch in a background thread.
 
     Attributes:
-        fingerprint: hash of data, objective and seed, independent of the number of workers.
-        samples_per_epoch: number of samples in an epoch; None if unknown.
         global_batch: number of samples per step over all workers.
+        consumed_samples: number of samples in all batches so far, over all workers, which a checkpoint records.
     """
-
-    fingerprint: str
-    samples_per_epoch: int | None = None
-
-    def __init__(self, rows_per_worker: int, rank: int = 0, world_size: int = 1) -> None:
-        self.rows_per_worker, self.rank, self.world_size = rows_per_worker, rank, world_size
-        self.global_batch = rows_per_worker * world_size
-        self._consumed = 0
-
-    @property
-    def consumed_samples(self) -> int:
-        """Number of samples in all batches so far, over all workers, which a checkpoint records."""
-        return self._consumed
-
-    def seek(self, consumed_samples: int) -> None:
-        """Move the loader to a position, so that a resumed run continues after the samples it has seen."""
-        self._consumed = consumed_samples
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return self
-
-    def __next__(self) -> dict[str, torch.Tensor]:
-        """Tensors int64[rows_per_worker, length] of this worker's part of the next global batch."""
-        batch = self._next_batch()
-        self._consumed += self.global_batch
-        return {name: torch.from_numpy(values) for name, values in batch.items()}
-
-    def _next_batch(self) -> dict[str, np.ndarray]:
-        """The rows at `consumed_samples`."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Stop the background threads or processes that make batches."""
-
-
-class TrainLoader(TrainSource):
-    """Endless training batches of a `SampleDataset`. Seeking to any position takes constant time."""
 
     def __init__(
         self,
@@ -112,8 +61,9 @@ class TrainLoader(TrainSource):
         consumed_samples: int = 0,
         prefetch: bool = True,
     ) -> None:
-        super().__init__(rows_per_worker, rank, world_size)
         self.dataset, self._prefetch = dataset, prefetch
+        self.rows_per_worker, self.rank, self.world_size = rows_per_worker, rank, world_size
+        self.global_batch = rows_per_worker * world_size
         self._following: Future[Any] | None = None
         self.seek(consumed_samples)
 
@@ -126,8 +76,18 @@ class TrainLoader(TrainSource):
         return self.dataset.samples_per_epoch
 
     def seek(self, consumed_samples: int) -> None:
-        super().seek(consumed_samples)
+        """Move the loader to a position, so that a resumed run continues after the samples it has seen."""
+        self.consumed_samples = consumed_samples
         self._abandoned, self._following = self._following, None
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        """Tensors int64[rows_per_worker, length] of this worker's part of the next global batch."""
+        batch = self._next_batch()
+        self.consumed_samples += self.global_batch
+        return {name: torch.from_numpy(values) for name, values in batch.items()}
 
     def _next_batch(self) -> dict[str, np.ndarray]:
         if self._following is not None:
@@ -135,9 +95,9 @@ class TrainLoader(TrainSource):
         else:
             if self._abandoned is not None:
                 self._abandoned.exception()  # wait: batches are never made concurrently
-            batch = self._make(self._consumed)
+            batch = self._make(self.consumed_samples)
         if self._prefetch:
-            self._following = in_background(self._make, self._consumed + self.global_batch)
+            self._following = in_background(self._make, self.consumed_samples + self.global_batch)
         return batch
 
     def _make(self, position: int) -> dict[str, np.ndarray]:
@@ -150,7 +110,7 @@ class TrainLoader(TrainSource):
         Later batches of a dataset without processes are made synchronously.
         """
         self._prefetch = False
-        self.seek(self._consumed)
+        self.seek(self.consumed_samples)
         # First, because it ends what the thread may be waiting for.
         self.dataset.close()
         if self._abandoned is not None:

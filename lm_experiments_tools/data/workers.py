@@ -78,7 +78,8 @@ class Worker:
         log: BinaryIO | None = None,
     ):
         self._connection, theirs = Pipe()
-        self._asking, self._end = threading.Lock(), None
+        self._asking = threading.Lock()
+        self._end: Exception | None = None
         with theirs:
             descriptor = theirs.fileno()
             # The caller handles signals to the group. The import path is copied: `python -c` puts the current folder
@@ -106,9 +107,7 @@ class Worker:
     def receive(self) -> Any:
         """Wait for the worker's next message and return it.
 
-        Raises:
-            UserError, OSError: an error that the worker raised.
-            WorkerEnded: the worker has died.
+        Raises a UserError or OSError of the worker, and WorkerEnded if it has died.
         """
         try:
             while isinstance(message := self._connection.recv(), LogLine):

@@ -15,11 +15,10 @@ from lm_experiments_tools.config.bert import SENTENCES
 from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
 from lm_experiments_tools.data.objectives.document_rows import DocumentRows
-from lm_experiments_tools.data.objectives.mlm import Blocks, MaskedLM, MaskingRate, SampleMasking
+from lm_experiments_tools.data.objectives.mlm import Blocks, MaskedLM, SampleMasking
 from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.objectives.token_rows import TokenRows
-from lm_experiments_tools.data.tokens.cold import read_at_random
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, dataset_paths, token_prefix
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, dataset_paths, read_at_random, token_prefix
 from lm_experiments_tools.data.tokens.tokenize import check_vocabulary, report_unknown, warn_unrecorded
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
@@ -154,8 +153,6 @@ def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend, tokenizer
     tokenizer_dir = save_tokenizer(args, backend, tokenizer.save)  # refused before hours of tokenizing
     opened = on_all(backend, lambda: make(args, tokenizer) if backend.is_main else None)
     train, valid = on_all(backend, lambda: opened or make(args, tokenizer))
-    if train is not None:
-        read_at_random(train.members)
     where = (args.rows_on_worker(backend.world_size), backend.rank, backend.world_size)
     return PretrainingData(
         tokenizer,
@@ -225,7 +222,10 @@ def document_datasets(
     length = {"input_length": args.input_seq_len, "model_kind": "encoder"}
     blocks = Blocks.create(vocabulary, **length)
     starts_word = tokenizer.starts_word if args.whole_word else None
-    masked_lm = MaskedLM.create(vocabulary, **length, replace=args.mask_replace, starts_word=starts_word)
+
+    def masking(probability: float) -> SampleMasking:
+        options = {"mlm_probability": probability, "replace": args.mask_replace, "starts_word": starts_word}
+        return SampleMasking(MaskedLM.create(vocabulary, **length, **options), args.seed)
 
     def rows(path: str, seed: int) -> DocumentRows | TokenRows:
         tokens = open_tokens(path)
@@ -240,12 +240,10 @@ def document_datasets(
 
     train = valid = None
     if not args.validate_only:
-        rate = MaskingRate(args.mlm_prob, args.mlm_prob_end, args.mlm_prob_samples or 1)
-        masking = SampleMasking(masked_lm, rate, args.seed)
-        train = Dataset.mixed(args.data_path, rows, args.seed, args.mixing(), masking)
+        train = Dataset.mixed(args.data_path, rows, args.seed, args.mixing(), masking(args.mlm_prob))
     if args.valid_data_path is not None:
-        rate = MaskingRate(args.valid_mlm_prob or args.mlm_prob)
-        valid = Dataset(rows(args.valid_data_path, args.seed), masking=SampleMasking(masked_lm, rate, args.seed))
+        masks = masking(args.valid_mlm_prob or args.mlm_prob)
+        valid = Dataset(rows(args.valid_data_path, args.seed), masking=masks)
     return train, valid
 
 
@@ -259,6 +257,7 @@ def open_documents(path: str, args: BertPretrainingArgs, tokenizer: Tokenizer) -
         warn_unrecorded(tokens.prefix, tokens.meta)
         check_vocabulary(tokens.prefix, tokens.meta, tokenizer)
     report_unknown(tokens, tokenizer.unk_id)
+    read_at_random([tokens])
     return tokens
 
 
@@ -269,6 +268,7 @@ def open_sentences(path: str) -> IndexedDataset:
     if any(file.is_file() for file in dataset_paths(prefix)[:2]):
         tokens = IndexedDataset(prefix)
         warn_unrecorded(prefix, tokens.meta)
+        read_at_random([tokens])
         return tokens
     longer = [name.removesuffix(".idx") for name in sorted(glob.glob(f"{glob.escape(prefix)}_*.idx"))]
     if longer:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lm_experiments_tools.config.objectives import ModelKind
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
     from lm_experiments_tools.config.training import ExperimentArgs, TrainerArgs
-    from lm_experiments_tools.data.loader import TrainSource, ValidSource
+    from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
     from lm_experiments_tools.training.losses import Loss
     from lm_experiments_tools.training.phases import Phase
     from lm_experiments_tools.training.trainer import TrainingLoop
@@ -179,7 +179,7 @@ def _check_optimization(args: ExperimentArgs) -> None:
 class RunData(Protocol):
     """Data of a run: `PretrainingData` or `finetuning_data.FinetuningData`."""
 
-    train: TrainSource | None
+    train: TrainLoader | None
     objective: str
 
 
@@ -198,8 +198,8 @@ class PretrainingData:
 
     vocabulary: Any
     vocabulary_size: int
-    train: TrainSource | None
-    valid: ValidSource | None
+    train: TrainLoader | None
+    valid: ValidLoader | None
     tokenizer_dir: Path | None
     objective: str
 

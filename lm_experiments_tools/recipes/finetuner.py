@@ -305,7 +305,8 @@ class FineTuner:
             for start in range(0, len(rows), batch_size):
                 some = np.arange(start, min(start + batch_size, len(rows)))
                 found += self._answers(rows.batch(np.zeros_like(some), some), options, answer)
-        if encoder.sources.loses():
+        encoder.sources.warn_of_unknown("the texts")
+        if encoder.sources.num_truncated:
             flag = "--input_seq_len" + (" - --target_seq_len =" if self.args.model_type == "decoder" else "")
             logger.warning("predict: %s", encoder.sources.describe("texts", flag))
         return found

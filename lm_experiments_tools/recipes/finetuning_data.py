@@ -42,7 +42,7 @@ from lm_experiments_tools.data.examples.instructions import (
 )
 from lm_experiments_tools.data.examples.packing import PackedRows
 from lm_experiments_tools.data.examples.text_encoder import ExampleEncoder, end_id, pad_id, tokenize_text
-from lm_experiments_tools.data.loader import TrainLoader, TrainSource, ValidLoader, ValidSource
+from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
 from lm_experiments_tools.data.objectives.causal_lm import CausalLM
 from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.objectives.token_rows import TokenRows, TokensInMemory
@@ -73,7 +73,7 @@ class EvalSplit:
     """
 
     name: str
-    loader: ValidSource
+    loader: ValidLoader
     examples: list[Example]
 
 
@@ -90,7 +90,7 @@ class FinetuningData:
         objective: task and size of the data, for the log.
     """
 
-    train: TrainSource | None
+    train: TrainLoader | None
     splits: dict[str, EvalSplit] = field(default_factory=dict)
     label_names: tuple[str, ...] = ()
     label_words: tuple[str, ...] = ()
@@ -324,8 +324,10 @@ class _Reader:
         if encoder.targets.texts:
             parts.append(encoder.targets.describe("targets", "--target_seq_len"))
         if self.backend.is_main:
-            loses = encoder.sources.loses() or encoder.targets.loses()
+            loses = encoder.sources.num_truncated or encoder.targets.num_truncated
             logger.log(logging.WARNING if loses else logging.INFO, "%s: %s", split, "; ".join(parts))
+            for what, counts in (("sources", encoder.sources), ("targets", encoder.targets)):
+                counts.warn_of_unknown(f"{what} of {split}")
 
 
 def example_rows(args: FinetuningArgs, encoded: EncodedExamples, tokenizer: Any, *, training: bool) -> ExampleRows:

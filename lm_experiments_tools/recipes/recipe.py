@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.training import ExperimentArgs
-    from lm_experiments_tools.data.loader import ValidSource
+    from lm_experiments_tools.data.loader import ValidLoader
     from lm_experiments_tools.data.tokens.indexed import IndexedDataset
     from lm_experiments_tools.recipes.common import PretrainingArgs, PretrainingData
     from lm_experiments_tools.tracking.run_directory import RunDirectory
@@ -224,7 +224,7 @@ def with_valid_samples(args: PretrainingArgs) -> PretrainingArgs:
     return replace(args, valid_samples=VALID_SAMPLES)
 
 
-def with_valid_interval(args: PretrainingArgs, valid: ValidSource | None, backend: Backend) -> PretrainingArgs:
+def with_valid_interval(args: PretrainingArgs, valid: ValidLoader | None, backend: Backend) -> PretrainingArgs:
     """Choose `--valid_interval` where it is not given, from numbers that a restart has too, not from times."""
     if valid is None or args.valid_interval is not None or args.validate_only:
         return args

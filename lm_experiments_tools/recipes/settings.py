@@ -174,8 +174,6 @@ class PreTrainingSettings(RunSettings, total=False):
     packing: Literal["sentences", "documents", "none", "stream"]
     min_document_length: int
     mlm_prob: float
-    mlm_prob_end: float | None
-    mlm_prob_samples: int | None
     valid_mlm_prob: float | None
     mask_replace: Sequence[float]
     short_seq_prob: float

@@ -12,11 +12,10 @@ import torch
 
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.data.arrangement import LongestFirst
-from lm_experiments_tools.data.loader import TrainLoader, TrainSource, ValidLoader, ValidSource
+from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
 from lm_experiments_tools.data.objectives.objective import build_objective
 from lm_experiments_tools.data.objectives.token_rows import pretraining_dataset
-from lm_experiments_tools.data.tokens.cold import read_at_random
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, read_at_random
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.models.build import check_positions, check_vocabulary
@@ -203,11 +202,11 @@ def pretraining_data(
             "run_bert_pretraining.py"
         )
     tokenizer_dir = save_tokenizer(args, backend, vocabulary.save)  # refused before hours of tokenizing
-    valid: ValidSource | None = None
+    valid: ValidLoader | None = None
     valid_tokens = None
     if args.valid_data_path is not None:
         valid_tokens = on_all(backend, lambda: sources.tokens(args.valid_data_path))
-    train: TrainSource | None = None
+    train: TrainLoader | None = None
     if args.validate_only and valid_tokens is not None:
         described = f"{args.task}, validation only"
     elif args.is_registered_task():

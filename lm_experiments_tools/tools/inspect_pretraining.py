@@ -71,7 +71,7 @@ def _first_documents(
         limit = STREAMED_DOCUMENTS
     if limit is None:
         return None
-    encoder = TextEncoder.of(vocabulary, args.text_key, append_eos)
+    encoder = TextEncoder(vocabulary, args.text_key, append_eos)
     rejected = RejectedRecords(args.max_bad_lines, f"{scratch}.bad_lines.jsonl")
     documents = records([path], args.text_key, rejected, args.document_per_line)
     with closing(documents), closing(rejected), EncodedWriter(str(scratch), encoder.dtype) as writer:

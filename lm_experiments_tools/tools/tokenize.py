@@ -5,7 +5,7 @@ In a job array each job tokenizes some of the files, and training reads all thei
 
 import time
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from lm_experiments_tools.config.flags import COUNT, check_groups
 from lm_experiments_tools.errors import UserError
@@ -27,9 +27,6 @@ class TokenizeArgs:
     """Each line of a .txt file is a document. Default: documents are between blank lines."""
     append_eos: bool = False
     """End each document with the end-of-sequence id (t5 does not, nanoT5 does)."""
-    encode_by: Literal["line", "document"] | None = None
-    """line: ids of SentencePiece do not depend on a document's length, as with Hugging Face; document: as seqio, 25 %
-    faster. None: line for SentencePiece, unless it knows newlines (Gemma's, Llama's), which line would leave out."""
     max_bad_lines: int = 100
     """Unusable lines to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error."""
     workers: Annotated[int | None, COUNT] = None
@@ -51,7 +48,7 @@ def run(args: TokenizeArgs) -> None:
     meta = tokenize_corpus(
         args.input, vocabulary, args.output, append_eos=args.append_eos, workers=args.workers,
         text_key=args.text_key, document_per_line=args.document_per_line, max_bad_lines=args.max_bad_lines,
-        encode_by=args.encode_by, overwrite=args.overwrite,
+        overwrite=args.overwrite,
     )  # fmt: skip
     seconds = time.perf_counter() - start
     megabytes = meta["num_bytes"] / 1e6

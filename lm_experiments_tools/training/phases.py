@@ -59,16 +59,3 @@ def data_start(args: Any, state: TrainState, stream: BatchStream) -> tuple[int, 
     if same_files and size and size_now:
         return position * size_now // size, "the same files in other rows: it goes on after as many tokens"
     return 0, "it is other data: read from its beginning"
-
-
-_RAMP = ("mlm_prob", "mlm_prob_end", "mlm_prob_samples")
-
-
-def ramp_start(args: Any, before: TrainState) -> int:
-    """Samples consumed when the masking rate began to change: a phase or run with other rates starts to count anew.
-
-    Args:
-        before: trainer state of the previous phase, or of the run that is continued.
-    """
-    is_same = all(before.facts.get(name) == getattr(args, name, None) for name in _RAMP)
-    return before.ramp_start if is_same else before.consumed_samples

@@ -36,7 +36,7 @@ from lm_experiments_tools.modules.inspection import saved_state
 from lm_experiments_tools.tracking.run_directory import differences, refuse_or_report
 from lm_experiments_tools.training.batches import BatchStream
 from lm_experiments_tools.training.metrics import LoggingInterval
-from lm_experiments_tools.training.phases import Phase, data_start, ramp_start
+from lm_experiments_tools.training.phases import Phase, data_start
 from lm_experiments_tools.training.schedules import LearningRate
 
 if TYPE_CHECKING:
@@ -121,9 +121,6 @@ class Restorer:
             start = Start(self._initialized_from(source))
         if not args.validate_only and (warning := self.learning_rate.check_end(start.state)) and backend.is_main:
             logger.warning(warning)
-        dataset = getattr(self.stream and self.stream.loader, "dataset", None)
-        if hasattr(masking := getattr(dataset, "masking", None), "ramp_start"):
-            masking.ramp_start = start.state.ramp_start + start.state.data_offset
         # Recorded last: until here the state has the facts of the checkpoint, to compare with.
         self._record_facts(start.state, facts)
         return start
@@ -191,7 +188,6 @@ class Restorer:
         state, per_rank = load_state(path, self.backend, by_name=True)
         position, reason = data_start(self.args, state, self.stream)
         state.data_offset, state.data_fingerprint = position - state.consumed_samples, self.stream.fingerprint
-        state.ramp_start = ramp_start(self.args, state)
         self.stream.loader.seek(position)
         if per_rank is not None:
             self.stream.restore_random_state(per_rank["random_state"])
@@ -211,8 +207,7 @@ class Restorer:
             self.learning_rate.resume(loaded.plateau)
         if args.skip_used_data:
             state.consumed_samples, state.consumed_tokens = loaded.consumed_samples, loaded.consumed_tokens
-            state.data_offset, state.ramp_start = loaded.data_offset, ramp_start(args, loaded)
-            state.data_fingerprint = loaded.data_fingerprint
+            state.data_offset, state.data_fingerprint = loaded.data_offset, loaded.data_fingerprint
             if self.stream is not None:
                 self.stream.seek(state, per_rank and per_rank["stream"], loaded.data_order)
         say(self.backend, f"initialized from {source}: starting at step {state.step}")

@@ -16,7 +16,8 @@ from unittest import mock
 
 import numpy as np
 
-from lm_experiments_tools.data.seqio.worker import PADDING, import_triton
+from lm_experiments_tools.data.seqio.job import PADDING
+from lm_experiments_tools.data.seqio.worker import import_triton
 
 import_triton()  # TensorFlow first, and the process would abort
 

@@ -174,8 +174,7 @@ def _texts_of(row: Record) -> dict[str, Any]:
 def texts_in(fields: dict[str, Any], key: str) -> tuple[str, ...]:
     """Return the target texts in a field of a row: one text, which may be empty, or a list of them.
 
-    Raises:
-        BadRecord: the field is missing or null, the list is empty, or a target is neither text nor a number.
+    Raises BadRecord: the field is missing or null, the list is empty, or a target is neither text nor a number.
     """
     value = field_of(fields, key)
     value = value.tolist() if isinstance(value, np.ndarray) else value
@@ -195,8 +194,7 @@ def texts_in(fields: dict[str, Any], key: str) -> tuple[str, ...]:
 def text_in(fields: dict[str, Any], key: str, *, may_be_empty: bool = False) -> str:
     """Return the text in a field of a row. A number becomes text, and null is empty text.
 
-    Raises:
-        BadRecord: the field is missing, is neither text nor a number, or is empty although it may not be.
+    Raises BadRecord: the field is missing, is neither text nor a number, or is empty although it may not be.
     """
     value = field_of(fields, key)
     text = "" if _is_null(value) else str(value)

@@ -144,8 +144,7 @@ def instruction_examples(
 ) -> Iterator[Example]:
     """Yield the instances (single inputs with targets) of Super-Natural-Instructions tasks, task by task.
 
-    Raises:
-        UserError: files are missing, tasks are damaged, too many instances are bad, or a prompt exceeds the limit.
+    Raises UserError: files are missing, tasks are damaged, too many instances are bad, or a prompt exceeds the limit.
     """
 
     def fits(texts: Sequence[str]) -> bool:

@@ -14,12 +14,12 @@ import numpy as np
 
 from lm_experiments_tools.data.examples.ragged import RaggedBuilder
 from lm_experiments_tools.data.text.records import RejectedRecords, records
+from lm_experiments_tools.data.text.tokenizer import warn_of_unknown
 from lm_experiments_tools.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 64  # documents tokenized by one call
-MANY_UNKNOWN = 0.05  # of the tokens; SciTLDR has 0.009 in an English vocabulary of 32,000 pieces, Chinese 0.33
 
 
 class TokenCounts:
@@ -32,7 +32,6 @@ class TokenCounts:
         others = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.sep_token)
         # GPT-2's unknown token is its end of text
         self._unknown_id = None if tokenizer.unk_token in (None, *others) else tokenizer.unk_token_id
-        self._unknown_token = tokenizer.unk_token
 
     def add(self, rows: Sequence[Sequence[int]], lengths: Sequence[tuple[int, int]] = ()) -> None:
         """Add tokenized texts to the counts of truncated and unknown tokens."""
@@ -46,34 +45,20 @@ class TokenCounts:
                 self.tokens_of_truncated += before
                 self.lost += before - after
 
-    @property
-    def has_many_unknown(self) -> bool:
-        """True if so many tokens are unknown that the vocabulary probably does not fit the text."""
-        return self.unknown > MANY_UNKNOWN * self.tokens
-
-    def describe_unknown(self, what: str) -> str:
-        """Describe the unknown tokens for the log; "" if there are none."""
-        if not self.unknown:
-            return ""
-        advice = "; is it the tokenizer of these weights and this language?" if self.has_many_unknown else ""
-        return f"{self.unknown / self.tokens:.2%} of the tokens of {what} are {self._unknown_token}, unknown{advice}"
-
     def describe(self, what: str, flag: str) -> str:
-        """Describe the truncated and unknown tokens for the log."""
-        unknown = f", {self.describe_unknown(what)}" if self.unknown else ""
+        """Describe the truncated texts for the log."""
         if not self.num_truncated:
-            return (
-                f"no {what[:-1]} is longer than {flag} {self.limit} (the longest has {self.longest:,} tokens){unknown}"
-            )
+            return f"no {what[:-1]} is longer than {flag} {self.limit} (the longest has {self.longest:,} tokens)"
         part, lost = self.num_truncated / self.texts, self.lost / self.tokens_of_truncated
         return (
             f"{self.num_truncated:,} of {self.texts:,} {what} ({part:.1%}) are longer than {flag} {self.limit} and "
-            f"lost {lost:.0%} of their tokens (the longest has {self.longest:,}){unknown}"
+            f"lost {lost:.0%} of their tokens (the longest has {self.longest:,})"
         )
 
-    def loses(self) -> bool:
-        """Return True if texts were truncated or many tokens are unknown."""
-        return self.num_truncated > 0 or self.has_many_unknown
+    def warn_of_unknown(self, what: str) -> None:
+        """Log a warning if many tokens are unknown."""
+        remedy = "is it the tokenizer of these weights and this language?"
+        warn_of_unknown(self.unknown, self.tokens, what, remedy)
 
 
 def tokenize_text(inputs: Sequence[str], tokenizer: Any, bad: RejectedRecords) -> np.ndarray:
@@ -94,9 +79,7 @@ def tokenize_text(inputs: Sequence[str], tokenizer: Any, bad: RejectedRecords) -
         unknown.add(ids)
     if bad.count > 1:
         logger.warning("%s", bad)
-    if unknown.unknown:
-        level = logging.WARNING if unknown.has_many_unknown else logging.INFO
-        logger.log(level, "%s", unknown.describe_unknown(", ".join(inputs)))
+    unknown.warn_of_unknown(", ".join(inputs))
     tokens = builder.build().values
     if not len(tokens):
         raise UserError(f"there is no text in {', '.join(inputs)} ({bad.count} bad lines).")

@@ -135,10 +135,6 @@ class DocumentRows:
         batch = {"input_ids": segments.filled(ids, self.pad_id), "attention_mask": (numbers > 0).astype(np.int64)}
         return {**batch, "segment_ids": numbers} if self.packed else batch
 
-    def maps(self) -> tuple[np.ndarray, ...]:
-        """Return the memory-mapped arrays that the rows are read from."""
-        return self.tokens.maps()
-
     def _chunks_of(self, epochs: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Number of chunks of each row int64[n]; begin and length of each chunk, row after row."""
         pattern = np.searchsorted(self._row_ends, rows, side="right")

@@ -19,25 +19,23 @@ Example with the mask token 99, ordinary tokens 10 ... 19, and EOS 1, which is n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.random import Generator
 
 from lm_experiments_tools.data.objectives.objective import Objective
-from lm_experiments_tools.data.objectives.token_rows import BLOCK
 from lm_experiments_tools.data.order import row_generators, stream_key
 from lm_experiments_tools.labels import IGNORED_LABEL
 
-_VERSION = 2  # of the mapping (seed, sample, row) -> masked row; part of the fingerprint
+_VERSION = 3  # of the mapping (seed, sample, row) -> masked row; part of the fingerprint
 REPLACE = (0.8, 0.1, 0.1)  # of the chosen tokens: mask token, random token, unchanged
 
 
 def mask_tokens(
     tokens: np.ndarray,
     random: np.ndarray,
-    probability: float | np.ndarray,
+    probability: float,
     mask_id: int,
     ordinary_ids: np.ndarray,
     special: np.ndarray,
@@ -49,7 +47,7 @@ def mask_tokens(
     Args:
         tokens: int64 token ids of any shape.
         random: float of the shape of `tokens`, one number per token, uniform on [0, 1).
-        probability: masking rate; a number, or an array [rows, 1] with a rate per row.
+        probability: masking rate.
         mask_id: id of the mask token.
         ordinary_ids: int64 ids from which random tokens are drawn.
         special: bool[vocab_size], True for ids that are never masked.
@@ -64,16 +62,15 @@ def mask_tokens(
         random = _by_words(random, starts, probability)
     chosen = (random < probability) & ~special[tokens]
     labels = np.where(chosen, tokens, IGNORED_LABEL)
-    masked, replaced = np.multiply(replace[0], probability), np.multiply(replace[0] + replace[1], probability)
+    masked, replaced = replace[0] * probability, (replace[0] + replace[1]) * probability
     inputs = np.where(chosen & (random < masked), mask_id, tokens)
     places = np.nonzero(chosen & (masked <= random) & (random < replaced))
-    low, high = (np.broadcast_to(bound, tokens.shape)[places] for bound in (masked, replaced))
-    spread = (random[places] - low) / (high - low) * len(ordinary_ids)
+    spread = (random[places] - masked) / (replaced - masked) * len(ordinary_ids)
     inputs[places] = ordinary_ids[np.minimum(spread.astype(np.int64), len(ordinary_ids) - 1)]  # rounding may give 1.0
     return inputs, labels
 
 
-def _by_words(random: np.ndarray, starts: np.ndarray, bound: float | np.ndarray) -> np.ndarray:
+def _by_words(random: np.ndarray, starts: np.ndarray, bound: float) -> np.ndarray:
     """Random numbers that are below `bound` in all tokens of a word or in none; how far below is each token's own."""
     columns = np.arange(random.shape[-1])
     first = np.maximum.accumulate(np.where(starts, columns, 0), axis=-1)
@@ -103,20 +100,19 @@ class MaskedLM(Objective):
         self.ordinary_ids = np.flatnonzero(~self.special)
 
     def example(self, tokens: np.ndarray, rng: Generator) -> dict[str, np.ndarray]:
-        return self.masked(tokens, rng.random(len(tokens)), self.probability)
+        return self._masked(tokens, rng.random(len(tokens)))
 
     def examples(self, rows: np.ndarray, rngs: Iterator[Generator]) -> dict[str, np.ndarray]:
         # One call of numpy for many rows: five times as fast.
-        return self.masked(rows, np.stack([rng.random(rows.shape[1]) for rng in rngs]), self.probability)
+        return self._masked(rows, np.stack([rng.random(rows.shape[1]) for rng in rngs]))
 
-    def masked(self, tokens: np.ndarray, random: np.ndarray, probability: float | np.ndarray) -> dict[str, np.ndarray]:
-        """Return `input_ids` and `labels` of tokens; see `mask_tokens` for the arguments."""
+    def _masked(self, tokens: np.ndarray, random: np.ndarray) -> dict[str, np.ndarray]:
         starts = None
         if self.starts_word is not None:
             starts = self.starts_word[tokens]
             starts[..., 1:] |= self.special[tokens[..., :-1]]  # a word does not continue after a special token
         masking = self.mask_id, self.ordinary_ids, self.special, self.replace, starts
-        inputs, labels = mask_tokens(tokens, random, probability, *masking)
+        inputs, labels = mask_tokens(tokens, random, self.probability, *masking)
         return {"input_ids": inputs, "labels": labels}
 
     def describe(self) -> str:
@@ -141,64 +137,30 @@ class Blocks(Objective):
         return f"blocks of {self.row_length} tokens"
 
 
-@dataclass(frozen=True)
-class MaskingRate:
-    """SampleMasking rate that changes linearly from `start` to `end` over the first `num_samples` samples of a run.
-
-    With `end=None` the rate stays `start`.
-    """
-
-    start: float
-    end: float | None = None
-    num_samples: int = 1
-
-    def at(self, samples: np.ndarray) -> np.ndarray:
-        """Return the masking rates float64[n] of the samples with the given numbers int64[n]."""
-        end = self.start if self.end is None else self.end
-        return self.start + (end - self.start) * np.minimum(samples / self.num_samples, 1.0)
-
-
 class SampleMasking:
     """Masks the tokens of each sample of a `Dataset`, for encoders such as BERT.
 
     The mask depends only on (seed, sample number), not on what the rows are made of.
-
-    Attributes:
-        ramp_start: number of the sample at which the rate begins to change. Samples are numbered by their position in
-            the data, where a phase or a branch of a run may start anywhere.
     """
 
-    ramp_start = 0
-
-    def __init__(self, objective: MaskedLM, rate: MaskingRate, seed: int = 0) -> None:
-        self.objective, self.rate, self.seed = objective, rate, seed
+    def __init__(self, objective: MaskedLM, seed: int = 0) -> None:
+        self.objective, self.seed = objective, seed
         self._noise_key = stream_key(seed, "masks")
 
     def describe(self) -> str:
         """Describe the masks, for the log."""
-        rate, unit = self.rate, "tokens" if self.objective.starts_word is None else "words"
-        end = "" if rate.end is None else f" to {rate.end:g} at sample {rate.num_samples:,}"
+        unit = "tokens" if self.objective.starts_word is None else "words"
         parts = "/".join(f"{100 * part:g}" for part in self.objective.replace)
-        return f"masked LM, {rate.start:g}{end} of the {unit}, mask/random/keep {parts}"
+        return f"masked LM, {self.objective.probability:g} of the {unit}, mask/random/keep {parts}"
 
     def settings(self) -> list[Any]:
         """Return everything that determines the masks of a row, as JSON values, for a fingerprint."""
-        return [_VERSION, astuple(self.rate), self.seed, self.objective.settings()]
+        return [_VERSION, self.seed, self.objective.settings()]
 
     def __call__(self, batch: dict[str, np.ndarray], samples: np.ndarray) -> dict[str, np.ndarray]:
         """Return the batch of samples int64[n] with masked `input_ids`, and with `labels` int64[n, length].
 
         The label of a token that was not chosen is -100.
         """
-        ids = batch["input_ids"]
-        labels = np.empty_like(ids)
-        for begin in range(0, len(samples), BLOCK):
-            here = slice(begin, begin + BLOCK)
-            generators = row_generators(self._noise_key, np.zeros_like(samples[here]), samples[here])
-            random = np.stack([rng.random(ids.shape[1]) for rng in generators])
-            # One number for all rows is faster than an array.
-            is_fixed = self.rate.end is None
-            rate = self.rate.start if is_fixed else self.rate.at(samples[here] - self.ramp_start)[:, None]
-            masked = self.objective.masked(ids[here], random, rate)
-            ids[here], labels[here] = masked["input_ids"], masked["labels"]
-        return {**batch, "labels": labels}
+        generators = row_generators(self._noise_key, np.zeros_like(samples), samples)
+        return {**batch, **self.objective.examples(batch["input_ids"], generators)}

@@ -160,8 +160,7 @@ class Objective:
     ) -> Self:
         """Make an objective for a vocabulary and maximum lengths; see the class for the arguments.
 
-        Raises:
-            UserError: the objective refuses the settings.
+        Raises UserError: the objective refuses the settings.
         """
         made, has_targets = cls(**options), model_kind == "encoder-decoder"
         made.vocabulary, made.model_kind, made.options = vocabulary, model_kind, options

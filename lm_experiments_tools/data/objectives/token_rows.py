@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BLOCK = 64  # rows made at once: few enough for the caches, enough to spread the cost of numpy's calls
 CHECKED_AT_START = 1 << 20  # tokens of each source compared with the vocabulary before the first step
 _EXAMPLES_AT_ONCE = 256  # rows per call of an objective, which spreads the cost of numpy's calls
 _ORDER_VERSION = 1  # of the mapping (seed, epoch, row) -> tokens; part of the fingerprint
@@ -80,7 +79,6 @@ class TokenRows:
         self._part_ends = np.cumsum(np.array([part.size for part in self._arrays], np.int64))
         self._part_begins = self._part_ends - [part.size for part in self._arrays]
         self.num_tokens = int(self._part_ends[-1])
-        self._windows: dict[int, np.ndarray] = {}  # length -> view of the only part, for `read`
         for part in self._arrays:
             check_ids(part[:CHECKED_AT_START], self.vocab_size)
         new_tokens = np.array([member.row_length - member.overlap for member in objective.members], np.int64)
@@ -140,12 +138,6 @@ class TokenRows:
         Raises:
             UserError: a token id is outside the vocabulary.
         """
-        if len(self._arrays) == 1 and int(starts.max()) <= self.num_tokens - length:
-            if length not in self._windows:
-                self._windows[length] = np.lib.stride_tricks.sliding_window_view(self._arrays[0], length)
-            found = self._windows[length][starts]
-            check_ids(found, self.vocab_size)
-            return found.astype(np.int64)
         tokens = np.empty((len(starts), length), np.int64)
         part_of = np.searchsorted(self._part_ends, starts, side="right")
         offsets = starts - self._part_begins[part_of]
@@ -157,10 +149,6 @@ class TokenRows:
                 filled, part, offset = filled + chunk.size, (part + 1) % len(self._arrays), 0
         check_ids(tokens, self.vocab_size)
         return tokens
-
-    def maps(self) -> tuple[np.ndarray, ...]:
-        """Return the arrays, possibly memory-mapped, that the tokens are read from."""
-        return tuple(source.tokens for source in self.sources)
 
     def _offsets(self, rows: np.ndarray) -> np.ndarray:
         rounds, positions = np.divmod(rows, len(self._row_ends))

@@ -15,8 +15,9 @@ import numpy as np
 
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.data.dataset import SampleDataset
-from lm_experiments_tools.data.loader import TrainSource, ValidLoader, ValidSource
-from lm_experiments_tools.data.seqio.worker import PADDING, Job, work
+from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
+from lm_experiments_tools.data.seqio.job import PADDING, Job
+from lm_experiments_tools.data.seqio.worker import work
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.workers import Worker, WorkerEnded, available_cores
 from lm_experiments_tools.errors import RunError, UserError
@@ -36,7 +37,7 @@ _ENVIRONMENT = {  # of the worker: no GPU, and TensorFlow quiet
 
 def seqio_data(
     args: T5PretrainingArgs, backend: Backend, vocabulary: Tokenizer
-) -> tuple[SeqioLoader, ValidSource | None, str]:
+) -> tuple[TrainLoader, ValidLoader | None, str]:
     """Build training and validation data of `--task` with seqio. All ranks (training processes) must call it.
 
     Returns:
@@ -46,7 +47,6 @@ def seqio_data(
         UserError: a package is missing, or the task has no examples.
     """
     check_possible(args)
-    lengths = (args.input_seq_len, args.target_seq_len)
     hosts = backend.gather(socket.gethostname())
     cores = max(1, available_cores() // hosts.count(hosts[backend.rank]))
     logs = Path(args.model_path, "logs") if args.model_path else Path(".cache", "seqio")
@@ -61,14 +61,13 @@ def seqio_data(
         threads=args.data_n_workers or cores,
     )
     worker = on_all(backend, lambda: SeqioWorker(job, logs / f"seqio.rank{backend.rank}.log"))
-    rows = args.rows_on_worker(backend.world_size)
-    train = SeqioLoader(worker, lengths, vocabulary.pad_id, rows, backend.rank, backend.world_size)
+    where = args.rows_on_worker(backend.world_size), backend.rank, backend.world_size
+    train = TrainLoader(SeqioExamples(worker, *where[1:], vocabulary.pad_id), *where)
     valid = None
     if job.validation:
-        found = on_all(backend, lambda: worker.ask("validation"))
-        examples = ValidationExamples(found, train.fingerprint, lengths, vocabulary.pad_id)
-        valid = ValidLoader(examples, rows, backend.rank, backend.world_size)
-    return train, valid, f"{worker.title}, {lengths[0]} inputs + {lengths[1]} targets"
+        examples = on_all(backend, lambda: ValidationExamples(worker, vocabulary.pad_id))
+        valid = ValidLoader(examples, *where)
+    return train, valid, f"{worker.title}, {job.inputs_length} inputs + {job.targets_length} targets"
 
 
 def check_possible(args: T5PretrainingArgs) -> None:
@@ -94,7 +93,7 @@ class SeqioWorker:
     """
 
     def __init__(self, job: Job, log_file: Path) -> None:
-        self._log_file = log_file
+        self._log_file, self.inputs_length = log_file, job.inputs_length
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with open(log_file, "ab") as log:
             self._worker = Worker(work, job, environment=_ENVIRONMENT, log=log)
@@ -139,24 +138,20 @@ def to_batch(rows: np.ndarray, inputs_length: int, pad_id: int) -> dict[str, np.
     return {"input_ids": inputs, "attention_mask": mask.astype(np.int64), "labels": labels}
 
 
-class SeqioLoader(TrainSource):
-    """Endless training batches of a seqio task. Seeking to a position makes all earlier batches again."""
+class SeqioExamples(SampleDataset):
+    """Training examples of a seqio task. Seeking to a position makes all earlier examples again."""
 
-    def __init__(
-        self,
-        worker: SeqioWorker,
-        lengths: tuple[int, int],
-        pad_id: int,
-        rows_per_worker: int,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        super().__init__(rows_per_worker, rank, world_size)
-        self.worker, self.fingerprint, self.lengths, self.pad_id = worker, worker.fingerprint, lengths, pad_id
+    samples_per_epoch = None
 
-    def _next_batch(self) -> dict[str, np.ndarray]:
-        rows = self.worker.ask((self._consumed, self.global_batch, self.rank, self.world_size))
-        return to_batch(rows, self.lengths[0], self.pad_id)
+    def __init__(self, worker: SeqioWorker, rank: int, world_size: int, pad_id: int) -> None:
+        self.worker, self.fingerprint = worker, worker.fingerprint
+        self._rank, self._world_size, self._pad_id = rank, world_size, pad_id
+
+    def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the examples with the given numbers int64[n]: every `world_size`-th from one of this rank on."""
+        start, rows = int(samples[0]) - self._rank, len(samples) * self._world_size
+        found = self.worker.ask((start, rows, self._rank, self._world_size))
+        return to_batch(found, self.worker.inputs_length, self._pad_id)
 
     def close(self) -> None:
         """End the TensorFlow process."""
@@ -166,15 +161,16 @@ class SeqioLoader(TrainSource):
 class ValidationExamples(SampleDataset):
     """Validation examples of a seqio task, in the same order in every epoch."""
 
-    def __init__(self, rows: np.ndarray, fingerprint: str, lengths: tuple[int, int], pad_id: int) -> None:
-        if not len(rows):
+    def __init__(self, worker: SeqioWorker, pad_id: int) -> None:
+        self._rows = worker.ask("validation")
+        if not len(self._rows):
             raise UserError("the validation split of the task has no example: leave the flags of validation out")
-        self._rows, self.samples_per_epoch = rows, len(rows)
-        self.fingerprint, self._lengths, self._pad_id = fingerprint, lengths, pad_id
+        self.samples_per_epoch = len(self._rows)
+        self.fingerprint, self._inputs_length, self._pad_id = worker.fingerprint, worker.inputs_length, pad_id
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Return a batch of the examples with the given numbers int64[n], with the keys that `to_batch` returns."""
-        return to_batch(self._rows[samples], self._lengths[0], self._pad_id)
+        return to_batch(self._rows[samples], self._inputs_length, self._pad_id)
 
     def describe(self) -> str:
         return f"{len(self._rows):,} validation examples"

@@ -21,7 +21,7 @@ import numpy as np
 import seqio
 import tensorflow as tf
 
-from lm_experiments_tools.data.seqio.worker import PADDING, Job, one_line
+from lm_experiments_tools.data.seqio.job import PADDING, Job, one_line
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import json_sha256

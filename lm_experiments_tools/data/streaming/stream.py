@@ -122,10 +122,10 @@ class Stream:
         while samples.max() >= self._begins[-1]:
             self._wait(len(self._records))
         chunks = np.searchsorted(self._begins, samples, side="right") - 1
+        self._chunk(int(chunks.max()) + 1)  # ahead of the steps that need it
         for number in np.unique(chunks).tolist():
             here = np.flatnonzero(chunks == number)
             yield here, self._wait(number), samples[here] - self._begins[number]
-        self._chunk(int(chunks.max()) + 1)
 
     def _wait(self, number: int) -> Dataset:
         chunk = self._chunk(number)
@@ -186,8 +186,7 @@ class StreamedDataset(SampleDataset):
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Return a batch of the samples with the given numbers int64[n]. Waits until their text is tokenized.
 
-        Raises:
-            RunError: the text cannot be read, or a worker process has died.
+        Raises RunError: the text cannot be read, or a worker process has died.
         """
         numbers, streams = np.divmod(samples, self.settings.plan.num_streams)
         rows_of = {stream: np.flatnonzero(streams == stream.number) for stream in self.streams}
@@ -219,8 +218,10 @@ class StreamedDataset(SampleDataset):
         """End the worker processes that tokenize the text."""
         for worker in self.workers:
             worker.kill()
-            worker.close()
+        # Connections are closed when no thread reads them any more.
         futures.wait([chunk for stream in self.streams for chunk in stream.chunks.values()], _SECONDS_TO_STOP)
+        for worker in self.workers:
+            worker.close()
 
 
 def streaming_data(
@@ -295,7 +296,7 @@ def _open(
 
     folder = (CACHE / fingerprint[:16]).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    encoder = TextEncoder.of(vocabulary, args.text_key, args.ends_documents())
+    encoder = TextEncoder(vocabulary, args.text_key, args.ends_documents())
     settings = ChunkSettings(plan, str(folder), encoder, args.max_bad_lines)
     numbers = streams_of(backend.rank, backend.world_size, plan.num_streams)
     num_workers = min(args.data_n_workers or min(_WORKERS, available_cores()), len(numbers))

@@ -318,8 +318,7 @@ def _of_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
 def open_pretrained(what: str, path: Path, lowercase: bool | None = None) -> PreTrainedTokenizerBase:
     """Load a Hugging Face tokenizer by `read_pretrained` and check that it can be used.
 
-    Raises:
-        UserError: the tokenizer cannot be loaded, is not a fast tokenizer, or has only special tokens.
+    Raises UserError: the tokenizer cannot be loaded, is not a fast tokenizer, or has only special tokens.
     """
     remedy = "give the folder that a tokenizer's save_pretrained() wrote, or its tokenizer.json"
     pretrained = load_pretrained(what, lambda: read_pretrained(path, lowercase), remedy)

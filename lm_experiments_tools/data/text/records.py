@@ -265,13 +265,12 @@ def converted(items: Iterable[Any], convert: Callable[[Any], T], rejected: Rejec
 
 
 def read_shard(
-    shard: Shard, key: str | None = "text", skip: int = 0, max_bytes: int | None = None, columns: Sequence[str] = ()
+    shard: Shard, key: str | None = "text", skip: int = 0, columns: Sequence[str] = ()
 ) -> Iterator[Record | Rejected]:
     """Yield the records of a shard (a part of a file or dataset) in order.
 
     Args:
         key: key of the text in a JSON object or row; None returns all fields as a dict.
-        max_bytes: longer records are rejected; None for MAX_DOCUMENT_BYTES.
     """
     if shard.kind == "dataset":
         found = _dataset_records(shard, key or "", skip)
@@ -279,7 +278,7 @@ def read_shard(
         found = islice(_table_records(shard, columns), skip, None)
     else:
         read = {"json": _json_records, "list": _list_records}.get(shard.kind, _text_records)
-        found = islice(read(shard, max_bytes), skip, None)
+        found = islice(read(shard), skip, None)
     is_text = shard.kind in ("text", "lines")  # whose lines are checked already
     for item in found:
         if key is None or isinstance(item, Rejected):
@@ -297,20 +296,20 @@ def read_shard(
 # ---- readers of each kind ----
 
 
-def _json_records(shard: Shard, max_bytes: int | None) -> Iterator[Record | Rejected]:
-    for number, line in read_lines(shard, max_bytes):
+def _json_records(shard: Shard) -> Iterator[Record | Rejected]:
+    for number, line in read_lines(shard):
         if not line.strip():
             continue
         try:
-            yield Record(parse_object(line, max_bytes), shard.path, number, line)
+            yield Record(parse_object(line), shard.path, number, line)
         except BadRecord as error:
             yield Record(None, shard.path, number, line).rejected(error)
 
 
-def parse_object(line: bytes, max_bytes: int | None = None) -> dict[str, Any]:
+def parse_object(line: bytes) -> dict[str, Any]:
     """Parse a line that contains a JSON object. Raises BadRecord if it does not, or is too long."""
     try:
-        fields = json.loads(decoded(line, max_bytes))
+        fields = json.loads(decoded(line))
     except RecursionError:
         raise BadRecord("not usable JSON: nested too deeply") from None
     except ValueError as error:
@@ -322,9 +321,9 @@ def parse_object(line: bytes, max_bytes: int | None = None) -> dict[str, Any]:
     return fields
 
 
-def _list_records(shard: Shard, max_bytes: int | None) -> Iterator[Record | Rejected]:
-    lines = [line for _, line in read_lines(shard, max_bytes)]
-    if reason := too_long(max(map(len, lines)), max_bytes):
+def _list_records(shard: Shard) -> Iterator[Record | Rejected]:
+    lines = [line for _, line in read_lines(shard)]
+    if reason := too_long(max(map(len, lines))):
         raise UserError(f"{shard.path} is a list of JSON on one line, {reason} lines: jq -c '.[]' does.")
     try:
         found = json.loads(b"".join(lines))
@@ -396,10 +395,10 @@ def _column_names(path: str, values: list[str]) -> tuple[str, ...]:
     return names
 
 
-def _text_records(shard: Shard, max_bytes: int | None) -> Iterator[Record | Rejected]:
+def _text_records(shard: Shard) -> Iterator[Record | Rejected]:
     block: list[str] = []
     start = size = 0
-    for number, line in read_lines(shard, max_bytes):
+    for number, line in read_lines(shard):
         is_blank = not line.strip()
         if is_blank or shard.kind == "lines":
             if block:
@@ -407,14 +406,14 @@ def _text_records(shard: Shard, max_bytes: int | None) -> Iterator[Record | Reje
             block, size = [], 0
         if is_blank:
             continue
-        was_too_long, size = too_long(size, max_bytes), size + len(line)
-        if reason := too_long(size, max_bytes):  # the whole document is rejected, and reported once
+        was_too_long, size = too_long(size), size + len(line)
+        if reason := too_long(size):  # the whole document is rejected, and reported once
             if not was_too_long:
                 yield Rejected(shard.path, start if block else number, f"{reason} by blank lines", excerpt(line))
             block = []
             continue
         try:
-            text = _usable_line(line, max_bytes)
+            text = _usable_line(line)
         except BadRecord as error:
             yield Record(None, shard.path, number, line).rejected(error)
             continue
@@ -424,8 +423,8 @@ def _text_records(shard: Shard, max_bytes: int | None) -> Iterator[Record | Reje
         yield Record({"text": "\n".join(block)}, shard.path, start)
 
 
-def _usable_line(line: bytes, max_bytes: int | None) -> str:
-    text = decoded(line, max_bytes).rstrip("\r\n")
+def _usable_line(line: bytes) -> str:
+    text = decoded(line).rstrip("\r\n")
     if not text.strip():
         raise BadRecord("is empty", is_empty=True)
     if reason := unusable_characters(text):
@@ -455,9 +454,9 @@ def _python_rows(source: PythonRows) -> Iterator[Record]:
 # ---- lines and fields ----
 
 
-def decoded(line: bytes, max_bytes: int | None = None) -> str:
+def decoded(line: bytes) -> str:
     """Decode a line from UTF-8. Raises BadRecord if it is invalid or too long."""
-    if reason := too_long(len(line), max_bytes):
+    if reason := too_long(len(line)):
         raise BadRecord(reason)
     try:
         return line.decode("utf-8")
@@ -465,10 +464,11 @@ def decoded(line: bytes, max_bytes: int | None = None) -> str:
         raise BadRecord(f"not UTF-8 at byte {error.start}") from None
 
 
-def too_long(num_bytes: int, max_bytes: int | None = None) -> str:
+def too_long(num_bytes: int) -> str:
     """Return the reason to reject a document of `num_bytes` bytes because it is too long, or "" if it is not."""
-    limit = MAX_DOCUMENT_BYTES if max_bytes is None else max_bytes
-    return f"a document of more than {human_bytes(limit)}: cut it into several" if num_bytes > limit else ""
+    if num_bytes <= MAX_DOCUMENT_BYTES:
+        return ""
+    return f"a document of more than {human_bytes(MAX_DOCUMENT_BYTES)}: cut it into several"
 
 
 def field_of(fields: dict[str, Any], key: str) -> Any:
@@ -503,17 +503,15 @@ def unusable_characters(text: str) -> str:
     return ""
 
 
-def read_lines(shard: Shard, max_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:
+def read_lines(shard: Shard) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a shard (a part of a text file), as (line number, bytes).
 
-    Args:
-        max_bytes: a longer line is cut to `max_bytes` + 1 bytes, so that its length shows that it was too long.
+    A line of more than MAX_DOCUMENT_BYTES is cut to one byte more, so that its length shows that it was too long.
 
     Raises:
         UserError: the file is damaged or was changed.
     """
-    limit = MAX_DOCUMENT_BYTES if max_bytes is None else max_bytes
-    number, position = 0, shard.start
+    limit, number, position = MAX_DOCUMENT_BYTES, 0, shard.start
     shard.check_unchanged()
     try:
         with open_decompressed(shard.path) as file:

@@ -25,7 +25,6 @@ import lzma
 import os
 import re
 import zlib
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,7 +61,6 @@ _UNFINISHED = re.compile(r"\.(bin|idx|json)\.tmp[0-9a-f]{12}$")
 _SHARDS = re.compile(r"\.shards-[0-9a-f]{16}$")
 _TOKEN_SUFFIXES = (".bin", ".idx", ".json")
 _PROBED_LINES, _PROBED_BYTES = 1000, 1 << 16  # of a text file: one of them without a blank line is unusual
-_MAX_LISTED = 8  # kinds of unreadable files in a message
 _SKIP_BYTES = 1 << 20
 
 
@@ -185,8 +183,7 @@ def endings(path: str) -> tuple[str, str]:
 def kind_of(path: str) -> str:
     """Return the kind of a file (see `Shard`) by its suffix, "" if none reads it. A `.json` may begin a list by `[`.
 
-    Raises:
-        UserError: the file needs pyarrow, which is not installed.
+    Raises UserError: the file needs pyarrow, which is not installed.
     """
     suffix, compression = endings(path)
     kind = _KINDS.get(suffix, "")
@@ -309,11 +306,10 @@ def _files_in(folder: str, split: str = "") -> list[tuple[str, str]]:
         raise UserError(f"folder {folder} has no {READABLE} file in it ({len(others)} others)")
     files = _of_split(folder, files, split)
     if sizes := {path: size for path in others if (size := os.path.getsize(path))}:
-        suffixes = Counter(os.path.splitext(path)[1].lower() or "without an ending" for path in sizes)
-        named = ", ".join(f"{count} {suffix}" for suffix, count in suffixes.most_common(_MAX_LISTED))
-        read = f"{len(files)} of {human_bytes(sum(map(os.path.getsize, files)))} are read"
-        what = f"{len(sizes)} files of {human_bytes(sum(sizes.values()))} ({named})"
-        _warn_once(f"folder {folder}: {what} are passed over, {read}")
+        _warn_once(
+            f"folder {folder}: {len(sizes)} files of {human_bytes(sum(sizes.values()))} are passed over, such as "
+            f"{next(iter(sizes))}; {len(files)} are read"
+        )
     return [(path, kinds[path]) for path in files]
 
 
@@ -414,8 +410,7 @@ class PythonRows(str):
 def as_source(value: Any, name: str) -> str:
     """Convert a data setting, a path or rows in memory, to a string: the path or `PythonRows`.
 
-    Raises:
-        UserError: the value has another type.
+    Raises UserError: the value has another type.
     """
     if isinstance(value, str | os.PathLike):
         return value if isinstance(value, str) else os.fspath(value)

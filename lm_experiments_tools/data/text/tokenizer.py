@@ -16,7 +16,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import count, takewhile
 from pathlib import Path
@@ -36,7 +36,6 @@ BYTES = "bytes"  # the name that is no file
 MASK_PIECES = ("[MASK]", "<mask>")
 MODEL_NAMES = ("spiece.model", "sentencepiece.model")  # of SentencePiece, in a folder
 _HF_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model")
-_BLOCK_CHARACTERS = 1_000_000
 
 
 def sentinel_piece(index: int) -> str:
@@ -192,11 +191,6 @@ class Tokenizer(ABC):
             The ids of all texts, int32, one text after the other, and the number of ids of each text,
             int64[len(texts)].
         """
-        parts = [self._encode_block(block) for block in _blocks(texts)]
-        ids, lengths = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
-        return ids, lengths
-
-    def _encode_block(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         encoded = self.encode_batch(texts)
         lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
         return np.frombuffer(b"".join(array("i", ids) for ids in encoded), np.int32), lengths
@@ -282,18 +276,6 @@ class Tokenizer(ABC):
 def _module(name: str) -> Any:
     # On first use, because transformers and sentencepiece take seconds to import.
     return resolve_name(f"lm_experiments_tools.data.text.{name}")
-
-
-def _blocks(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Slices of about a million characters: ids are many times as large as their text while they are in lists."""
-    first = size = 0
-    for index, text in enumerate(texts):
-        size += len(text)
-        if size > _BLOCK_CHARACTERS:
-            yield texts[first : index + 1]
-            first, size = index + 1, 0
-    if first < len(texts) or not first:
-        yield texts[first:]
 
 
 def read_config(folder: Path, name: str = "tokenizer_config.json") -> dict[str, Any]:

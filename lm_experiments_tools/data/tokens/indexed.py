@@ -13,10 +13,12 @@ Document j has the sequences document_indices[j] : document_indices[j + 1]. One 
 import glob
 import hashlib
 import json
+import logging
+import mmap
 import os
 import secrets
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +27,9 @@ from typing import Any, Literal
 import numpy as np
 
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import naming, read_json
+from lm_experiments_tools.files import human_bytes, naming, read_json
+
+logger = logging.getLogger(__name__)
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -35,6 +39,8 @@ _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 _REMEDY = "copy both again or tokenize again"
 _OWN_BYTES = 6  # of the unique part of a temporary name
 _CHECK_BLOCK = 1 << 20  # index entries checked at a time: bounds the memory of opening a large index
+
+_PART_OF_MEMORY = 0.8  # the rest is the processes'; see the table in benchmarks/cold_reads.md
 
 _META_TYPES = {  # of what other modules read in PREFIX.json
     **dict.fromkeys(("num_bytes", "bad_lines", "num_sequences", "empty_documents"), int),
@@ -185,8 +191,7 @@ class IndexedDatasetWriter:
     def add_documents(self, ids: np.ndarray, sequence_lengths: np.ndarray, num_sequences: np.ndarray) -> None:
         """Append many documents in one call, which is much faster than `add_sequence`.
 
-        Raises:
-            ValueError: the lengths do not sum to the numbers of ids and sequences, or an id does not fit the dtype.
+        Raises ValueError: the lengths do not sum to the numbers of ids and sequences, or an id does not fit the dtype.
         """
         if sequence_lengths.sum() != len(ids) or num_sequences.sum() != len(sequence_lengths):
             raise ValueError("lengths do not sum to the number of ids, or sequences to that of documents")
@@ -382,8 +387,7 @@ class IndexedDataset:
     def fingerprint(self) -> str:
         """sha256 of the index and, if PREFIX.json records it, of the tokens.
 
-        Raises:
-            UserError: the .bin file was changed after PREFIX.json was written.
+        Raises UserError: the .bin file was changed after PREFIX.json was written.
         """
         digest = hashlib.sha256()
         _update_from_file(digest, self.idx_path)
@@ -416,10 +420,6 @@ class IndexedDataset:
             )
         return True
 
-    def maps(self) -> tuple[np.ndarray, ...]:
-        """Return the memory-mapped arrays of this token file."""
-        return self.tokens, self.sequence_lengths, self.sequence_pointers, self.document_indices
-
     def offsets(self, sequences: np.ndarray) -> np.ndarray:
         """Return the index int64[n] of the first token of each sequence, given sequence numbers int64[n].
 
@@ -449,3 +449,19 @@ class IndexedDataset:
     def __reduce__(self) -> tuple:
         # A pickled memmap carries its content: a loader worker gets the path instead and maps the file itself.
         return IndexedDataset, (self.prefix,)
+
+
+def read_at_random(files: Sequence[IndexedDataset]) -> None:
+    """Disable the operating system's read-ahead for token files that together do not fit in memory.
+
+    It reads up to 8 MB around each page, which is wasted if the page cache is too small (benchmarks/cold_reads.md).
+    """
+    from lm_experiments_tools.modules.devices import available_memory  # with torch, which no tokenizing process needs
+
+    size, memory = sum(file.tokens.nbytes for file in files), available_memory()
+    if size <= _PART_OF_MEMORY * memory or not hasattr(mmap, "MADV_RANDOM"):
+        return
+    logger.info("%s of tokens, %s of free memory: no read-ahead", human_bytes(size), human_bytes(memory))
+    for file in files:
+        if file.num_tokens:
+            file.tokens._mmap.madvise(mmap.MADV_RANDOM)

@@ -90,14 +90,12 @@ class Encoder(Protocol):
         key: key of the text in a JSON record; None passes all fields to `parts`.
         suffixes: suffixes of the output file names. One token file per suffix is written.
         dtype: dtype of the ids.
-        max_bytes: larger records are rejected; None for the default.
         identity: JSON value; equal identities give equal ids.
     """
 
     key: str | None
     suffixes: Sequence[str]
     dtype: np.dtype
-    max_bytes: int | None
     identity: Any
 
     def parts(self, record: Record) -> list[list[str]]:
@@ -114,30 +112,12 @@ class TextEncoder:
     Attributes:
         key: key of the text in a JSON record.
         append_eos: append EOS to each document.
-        encode_by: "line" or "document", see `tokenize_corpus`.
     """
 
     vocabulary: Tokenizer
-    key: str
-    append_eos: bool
-    encode_by: str
+    key: str = "text"
+    append_eos: bool = False
     suffixes = ("",)
-    max_bytes = None
-
-    @classmethod
-    def of(
-        cls, vocabulary: Tokenizer, text_key: str = "text", append_eos: bool = False, encode_by: str | None = None
-    ) -> "TextEncoder":
-        """Build a text encoder from a vocabulary.
-
-        Args:
-            encode_by: "line" or "document", see `tokenize_corpus`; None uses `Tokenizer.encode_by`.
-        """
-        if encode_by not in (None, "line", "document"):
-            raise UserError(f"encode_by is {encode_by!r}, not 'line' or 'document'")
-        if encode_by == "line" != vocabulary.encode_by:
-            logger.warning("%s reads newlines, and encode_by=line leaves them all out", vocabulary.path)
-        return cls(vocabulary, text_key, append_eos, encode_by or vocabulary.encode_by)
 
     @property
     def dtype(self) -> np.dtype:
@@ -149,11 +129,11 @@ class TextEncoder:
             "vocab_sha256": self.vocabulary.fingerprint,
             "text_key": self.key,
             "append_eos": self.append_eos,
-            "encode_by": self.encode_by,
+            "encode_by": self.vocabulary.encode_by,
         }
 
     def parts(self, record: Record) -> list[list[str]]:
-        return [[record.value] if self.encode_by == "document" else record.value.split("\n")]
+        return [[record.value] if self.vocabulary.encode_by == "document" else record.value.split("\n")]
 
     def encode(self, documents: Sequence[Sequence[str]]) -> EncodedDocuments:
         """Encode documents, each a list of texts that are concatenated."""
@@ -222,7 +202,7 @@ def encode_shard(shard: Shard, prefix: str, encoder: Encoder, limit: int) -> tup
         with closing(rejected), ExitStack() as stack:
             names = [prefix + suffix for suffix in encoder.suffixes]
             writers = [stack.enter_context(EncodedWriter(name, encoder.dtype, durable=False)) for name in names]
-            documents = converted(read_shard(shard, encoder.key, max_bytes=encoder.max_bytes), encoder.parts, rejected)
+            documents = converted(read_shard(shard, encoder.key), encoder.parts, rejected)
             for batch in batches(documents, _num_characters, _BATCH_CHARACTERS):
                 for writer, texts in zip(writers, zip(*batch, strict=True), strict=True):
                     writer.add(encoder.encode(texts))
@@ -252,7 +232,7 @@ def work(caller: Caller) -> None:
 
 
 def _encode_shards(
-    jobs: Sequence[tuple[Shard, str]], encoder: Encoder, workers: int, limit: int, remedy: str
+    jobs: Sequence[tuple[Shard, str]], encoder: Encoder, workers: int, limit: int
 ) -> Iterator[tuple[Shard, str]]:
     """The (shard, prefix) of each finished job; ends early where too many records are rejected."""
     num_rejected, workers = 0, min(workers, len(jobs))
@@ -272,7 +252,7 @@ def _encode_shards(
         except WorkerEnded as end:
             raise UserError(
                 f"a tokenization process ended with exit code {end.returncode} (-9: killed, often for lack of memory) "
-                f"at {end.request[0].path}: {remedy}"
+                f"at {end.request[0].path}: try again with fewer workers"
             ) from None
 
 
@@ -287,7 +267,6 @@ class Tokenization:
         outputs: prefixes of the token files, one per suffix of the encoder.
         rejected: path of the list of rejected records.
         limit: maximum number of rejected records.
-        remedy: advice in the error message if a process dies.
     """
 
     shards: Sequence[Shard]
@@ -297,7 +276,6 @@ class Tokenization:
     rejected: str
     limit: int
     workers: int
-    remedy: str = "try again with fewer workers"
 
     def __post_init__(self) -> None:
         self._fingerprint = plan_fingerprint(self.shards, self.encoder.identity)
@@ -339,7 +317,7 @@ class Tokenization:
         jobs = [job for job in zip(self.shards, self._parts, strict=True) if not self._is_intact(job[1])]
         if finished := len(self.shards) - len(jobs):
             logger.info("%d of %d shards are there from an earlier run", finished, len(self.shards))
-        with closing(_encode_shards(jobs, self.encoder, self.workers, self.limit, self.remedy)) as done:
+        with closing(_encode_shards(jobs, self.encoder, self.workers, self.limit)) as done:
             progress(jobs, done)
         self._check_unchanged()
         rejected = self._collect_rejected()
@@ -416,7 +394,6 @@ def tokenize_corpus(
     text_key: str = "text",
     document_per_line: bool = False,
     max_bad_lines: int = 100,
-    encode_by: str | None = None,
     show_progress: bool | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
@@ -431,8 +408,6 @@ def tokenize_corpus(
         text_key: key of the text in a JSON record.
         document_per_line: each line of a text file is a document, instead of the lines between blank lines.
         max_bad_lines: limit of rejected records, listed in PREFIX.bad_lines.jsonl.
-        encode_by: "line" encodes each line separately and gives the ids of Hugging Face tokenizers; "document" gives
-            those of seqio; None uses `Tokenizer.encode_by`.
         show_progress: show a progress bar; None shows one on a terminal.
         overwrite: replace token files of other inputs or of another vocabulary.
 
@@ -443,7 +418,7 @@ def tokenize_corpus(
         UserError: unreadable input or vocabulary, no document, too many rejected records, or PREFIX has other text.
     """
     vocabulary = vocab_path if isinstance(vocab_path, Tokenizer) else open_tokenizer(vocab_path)
-    encoder = TextEncoder.of(vocabulary, text_key, append_eos, encode_by)
+    encoder = TextEncoder(vocabulary, text_key, append_eos)
     prefix = os.fspath(output_prefix)
     origin = recorded_inputs(inputs)
     shards = plan_shards(inputs, document_per_line=document_per_line)
@@ -454,7 +429,7 @@ def tokenize_corpus(
             shards, encoder, prefix, [prefix], rejected=f"{prefix}.bad_lines.jsonl", limit=max_bad_lines,
             workers=workers or available_cores(),
         )  # fmt: skip
-        (meta,) = run.run(partial(_meta, encoder, shards, origin), partial(_show_progress, shards, show_progress))
+        (meta,) = run.run(partial(_meta, encoder, shards, origin), partial(_show_progress, show_progress))
     return meta
 
 
@@ -477,7 +452,7 @@ def _meta(
         "num_tokens": writer.num_tokens,
         "num_bytes": writer.num_bytes,
         "append_eos": encoder.append_eos,
-        "encode_by": encoder.encode_by,
+        "encode_by": encoder.vocabulary.encode_by,
         "text_key": encoder.key,
         "dtype": writer.dtype.name,
         "bin_sha256": writer.bin_sha256,
@@ -487,26 +462,12 @@ def _meta(
     return [meta | ({"empty_documents": rejected.num_empty} if rejected.num_empty else {})]
 
 
-def _show_progress(
-    shards: Sequence[Shard], show: bool | None, jobs: Sequence[tuple[Shard, str]], done: Iterable[tuple[Shard, str]]
-) -> None:
-    """A bar of bytes read, or of shards where sizes are not known."""
-    if not (sys.stderr.isatty() if show is None else show):
-        for _ in done:
-            pass
-        return
+def _show_progress(show: bool | None, jobs: Sequence[tuple[Shard, str]], done: Iterable[tuple[Shard, str]]) -> None:
     from tqdm import tqdm
 
-    known = all(shard.kind != "dataset" for shard in shards)
-
-    def weight(shard: Shard) -> int:
-        return shard.num_bytes if known else 1
-
-    total, left = sum(map(weight, shards)), sum(weight(shard) for shard, _ in jobs)
-    unit = "B" if known else "shard"
-    with tqdm(total=total, initial=total - left, unit=unit, unit_scale=known, desc="tokenize") as bar:
-        for shard, _ in done:
-            bar.update(weight(shard))
+    is_shown = sys.stderr.isatty() if show is None else show
+    for _ in tqdm(done, total=len(jobs), unit="shard", desc="tokenize", disable=not is_shown):
+        pass
 
 
 def ensure_tokenized(path: str, vocabulary: Tokenizer, cache_dir: str | os.PathLike, **options: Any) -> str:
@@ -515,8 +476,7 @@ def ensure_tokenized(path: str, vocabulary: Tokenizer, cache_dir: str | os.PathL
     Other processes that need the same text wait meanwhile. A text is tokenized again if names, sizes or times of the
     input files (or the revision of a hub dataset), the vocabulary or the options change.
     """
-    settings = {name: options[name] for name in ("text_key", "append_eos", "encode_by") if name in options}
-    encoder = TextEncoder.of(vocabulary, **settings)
+    encoder = TextEncoder(vocabulary, options.get("text_key", "text"), options.get("append_eos", False))
     shards = plan_shards([path], document_per_line=options.get("document_per_line", False))
     key = plan_fingerprint(shards, encoder.identity)[:16]
     prefix = os.path.join(cache_dir, f"{Path(path).name.replace(':', '_')}-{key}")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lm_experiments_tools.data.text import records
 from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.tokens import tokenize
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
@@ -107,9 +108,10 @@ LINES = [
 ]
 
 
-def test_every_bad_line_is_quarantined_and_every_good_one_kept(folder, tokenizer):
+def test_every_bad_line_is_quarantined_and_every_good_one_kept(folder, tokenizer, monkeypatch):
     (folder / "in" / "data.jsonl").write_bytes(b"\n".join(line for line, _ in LINES))
-    flags = ("--max-document-mb", 1, "--split-sentences")
+    monkeypatch.setattr(records, "MAX_DOCUMENT_BYTES", 1 << 20)
+    flags = ("--split-sentences",)
     run(folder, *flags)
     fine = tokenizer.encode("fine")
     assert read_documents(f"{folder}/out/x_text_sentence") == [[fine], [fine, fine], [fine]]
@@ -143,14 +145,14 @@ def test_files_that_are_replaced_are_named(folder, caplog):
 
 def test_input_without_any_text_is_one_sentence(folder):
     data = folder / "in" / "data.jsonl"
-    for records, flags, message in [
+    for rows, flags, message in [
         ([{"text": 1}], (), "there is no document in .*: 1 bad lines"),
         ([{"text": ""}, {"text": []}], (), "all 2 documents of .* are empty under the key 'text'"),
         ([{"text": "a", "title": ""}], ("--json-keys", "text", "title"), "empty under the key 'title'"),
         ([{"a": "b"}], ("--json-keys", "a", "text"), r"no key 'text' \(there is 'a'\)"),
         ([], (), "there is no text in .*: 1 files, all of them empty"),
     ]:
-        write_lines(data, records)
+        write_lines(data, rows)
         with pytest.raises(UserError, match=message):
             run(folder, *flags)
 

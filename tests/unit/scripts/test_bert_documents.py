@@ -23,7 +23,6 @@ from lm_experiments_tools.config.cli import parse
 from lm_experiments_tools.models import inherited
 from lm_experiments_tools.recipes.bert import bert_tokenizer, document_datasets
 from lm_experiments_tools.tools.main import main as lmtools
-from lm_experiments_tools.training.trainer import TrainingLoop
 from megatron.preprocess_data import main as preprocess
 from run_bert_pretraining import main
 from tests.helpers import runs
@@ -116,7 +115,7 @@ def test_a_folder_is_continued_by_one_flag_and_validated_as_by_transformers(data
 @pytest.mark.parametrize(
     "flags",
     [
-        {"packing": "stream", "mlm_prob": 0.4, "mlm_prob_end": 0.1, "mlm_prob_samples": 20, "mask_replace": (1, 0, 0)},
+        {"packing": "stream", "mlm_prob": 0.4, "mask_replace": (1, 0, 0)},
         {"packing": "none", "whole_word": True, "min_document_length": 600},
         {"reproducible": "elastic", "virtual_ranks": 2},
     ],
@@ -158,7 +157,6 @@ def test_texts_and_token_files_of_both_tools_give_the_same_rows(data, work):
         ({"use_nsp": 1}, "--packing documents has no pairs of sentences: leave --use_nsp out"),
         ({"max_ngram": 2}, "--max_ngram is about Megatron's samples, not --packing documents"),
         ({"mask_replace": (0.8, 0.1)}, "--mask_replace 0.8 0.1 must be three parts that sum to 1"),
-        ({"mlm_prob_end": 0.1}, "--mlm_prob_end needs --mlm_prob_samples"),
         ({"from_pretrained": "./nowhere"}, "--from_pretrained ./nowhere: there is no such file or folder"),
         ({"packing": None, "use_nsp": 0}, "train.jsonl is text; give --packing documents"),
         ({"min_document_length": 10**6}, r"no document of 1000000 tokens or more \(30 shorter than 1000000\)"),
@@ -180,45 +178,3 @@ def test_a_class_that_cannot_isolate_documents_trains_on_one_document_a_row(data
     shutil.rmtree("run")
     start(data, packing=None, config="run.yaml", **flags)
     assert json.loads(Path("run/config.json").read_text())["packing"] == "none"
-
-
-MODEL = "transformers:ModernBertForMaskedLM"
-
-
-def masked_shares(monkeypatch):
-    """Filled with the share of masked tokens of each update."""
-    shares, step = [], TrainingLoop.train_step
-
-    def note(self, batch, seconds=0.0):
-        shares.append(((batch["labels"] >= 0).sum() / batch["attention_mask"].sum()).item())
-        return step(self, batch, seconds)
-
-    monkeypatch.setattr(TrainingLoop, "train_step", note)
-    return shares
-
-
-def test_the_masking_rate_counts_examples_of_the_run_not_of_the_data(data, work, monkeypatch):
-    """Over a border to other data and other lengths, and on a branch; a ramp of a phase's own begins with it."""
-    rows, steps, shares = 16, 8, masked_shares(monkeypatch)
-    ramp = {"mlm_prob": 0.1, "mlm_prob_end": 0.9, "mlm_prob_samples": rows * steps}
-    run = {"packing": "stream", "batch_size": rows, "iters": None, "lr": 1e-5, "from_pretrained": None, **ramp}
-    run |= {"base_model": data / "modern", "tokenizer": data / "modern", "model_cls": MODEL}
-    linear = [0.1 + 0.8 * step / steps for step in range(steps)]
-
-    def check(expected, **flags):
-        shares.clear()
-        start(data, **{**run, **flags})
-        assert shares == pytest.approx(expected, abs=0.1) and len(shares) == len(expected)
-
-    def phases(*parts):
-        return tuple(map(json.dumps, parts))
-
-    other = {"iters": 3, "data_path": str(data / "valid.jsonl")}
-    check(linear, phases=phases({"iters": 3}, other, {"iters": 2, "input_seq_len": 96}), save_interval=2)
-    check(linear[6:], branch_from="run/checkpoints/step_000006", iters=2, model_path="branch", input_seq_len=32,
-          save_interval=1)  # fmt: skip
-    shutil.rmtree("branch/checkpoints/step_000008")
-    check(linear[7:], branch_from="run/checkpoints/step_000006", iters=2, model_path="branch", input_seq_len=32,
-          save_interval=1)  # fmt: skip
-    start_later = phases({"iters": 3, "mlm_prob_end": None, "mlm_prob_samples": None}, {"iters": steps})
-    check([0.1] * 3 + linear, phases=start_later, model_path="late")

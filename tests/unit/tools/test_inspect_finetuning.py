@@ -29,7 +29,7 @@ def test_labels_lengths_and_examples_of_a_classification_are_shown(look, tmp_pat
     code, text = look("--config", "run.yaml", "--valid_data_path", "a.jsonl", "--input_seq_len", "3", "--samples", "1")
     assert code == 0
     assert "3 labels: Pos 4 (33.3%), neg 4 (33.3%), pos 4 (33.3%)" in text
-    assert "9 of 12 sources (75.0%) are longer than --input_seq_len 3" in text and "are <unk>, unknown" in text
+    assert "9 of 12 sources (75.0%) are longer than --input_seq_len 3" in text and "are unknown tokens" in text
     assert "an epoch   12 examples = 3.0 steps of 4; --epochs 3 = 9 steps" in text
     assert "tokens at 50 / 90 / 99 / 100 %: sources 3 / 3 / 3 / 3" in text
     assert "    w1 <unk> </s>\n  label    2 = pos\n" in text  # of validation, the longest first

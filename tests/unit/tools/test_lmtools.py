@@ -73,7 +73,6 @@ def test_several_inputs_and_flags_reach_the_tokenizer(tmp_path, capsys):
         (["tokenize", "--ouput", "x"], "did you mean --output?"),
         (["vocab", "--input", "x.jsonl", "--output", "y"], "--size"),
         (["vocab", "--input", "x.jsonl", "--size", "500", "--output", "y"], "x.jsonl does not exist"),
-        (["tokenize", "--input", "x", "--vocab", "y", "--output", "z", "--encode_by", "word"], "line, document"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(argv, message, capsys):

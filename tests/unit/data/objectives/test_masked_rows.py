@@ -11,7 +11,7 @@ from transformers import BertTokenizerFast, DataCollatorForLanguageModeling
 from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.mixture import Mixture
 from lm_experiments_tools.data.objectives.document_rows import DocumentRows
-from lm_experiments_tools.data.objectives.mlm import Blocks, MaskedLM, MaskingRate, SampleMasking
+from lm_experiments_tools.data.objectives.mlm import Blocks, MaskedLM, SampleMasking
 from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.objectives.token_rows import TokenRows
 from megatron.tokenizers import build_tokenizer
@@ -39,11 +39,11 @@ def text(tmp_path_factory):
     return BertTokenizerFast(str(folder / "vocab.txt")), ours, pages, DocumentRows(tokens, WIDTH, **ids)
 
 
-def masked(text, members=None, rate=MaskingRate(0.15), **options):  # noqa: B008 - immutable
+def masked(text, members=None, **options):
     ours = text[1]
     ids = TokenIds(ours.size, ours.pad_id, mask_id=ours.mask_id, special_ids=ours.special_ids)
     seed = options.pop("seed", 0)
-    masking = SampleMasking(MaskedLM.create(ids, WIDTH, model_kind="encoder", **options), rate, seed)
+    masking = SampleMasking(MaskedLM.create(ids, WIDTH, model_kind="encoder", **options), seed)
     members = [text[3]] if members is None else members
     mixture = Mixture([len(member) for member in members]) if len(members) > 1 else None
     return Dataset(members, mixture, masking)
@@ -60,7 +60,7 @@ def test_masks_are_distributed_as_those_of_transformers_on_the_same_rows(text, p
     theirs, ours, _, rows = text
     numbers = np.arange(len(rows))
     batch, original = (
-        masked(text, rate=MaskingRate(probability), replace=replace).batch(numbers),
+        masked(text, mlm_probability=probability, replace=replace).batch(numbers),
         Dataset(rows).batch(numbers),
     )
     assert (unmasked(batch) == original["input_ids"]).all(), "labels are the tokens that were there"
@@ -95,7 +95,7 @@ def test_words_are_chosen_whole_where_transformers_says_they_are(text):
     )
 
     rounds = 40
-    masking = masked(text, rate=MaskingRate(0.3), starts_word=ours.starts_word).masking
+    masking = masked(text, mlm_probability=0.3, starts_word=ours.starts_word).masking
     labels = masking({"input_ids": np.tile(ids, (rounds, 1))}, np.arange(rounds * len(ids)))
     chosen = (labels["labels"] != -100).reshape(rounds, *ids.shape)
     in_words = [word_ids[row] == word for row in range(len(ids)) for word in range(1, word_ids[row].max() + 1)]
@@ -109,18 +109,6 @@ def test_words_are_chosen_whole_where_transformers_says_they_are(text):
     assert within(np.count_nonzero(inputs[chosen] == ours.mask_id), np.count_nonzero(chosen), 0.8), (
         "each by its own bits"
     )
-
-
-def test_the_rate_is_linear_in_the_number_of_the_sample(text):
-    rate = MaskingRate(0.4, 0.1, 1000)
-    assert rate.at(np.array([0, 500, 1000, 5000])) == pytest.approx([0.4, 0.25, 0.1, 0.1])
-    dataset, is_text = masked(text, rate=rate), ~np.isin(np.arange(600), text[1].special_ids)
-    for begin in (0, 300, 900, 1500):
-        numbers = np.arange(begin, begin + 100)
-        batch = dataset.batch(numbers)
-        counts = is_text[unmasked(batch)].sum(axis=1)
-        mean, variance = (counts * rate.at(numbers)).sum(), (counts * rate.at(numbers) * (1 - rate.at(numbers))).sum()
-        assert abs(np.count_nonzero(batch["labels"] != -100) - mean) <= 6 * sqrt(variance)
 
 
 def test_masks_are_a_function_of_the_sample_number_in_mixtures_too(text):
@@ -137,7 +125,7 @@ def test_masks_are_a_function_of_the_sample_number_in_mixtures_too(text):
         packed=False,
     )
     for inner in ([rows], [blocks], [blocks, others]):
-        dataset = masked(text, inner, MaskingRate(0.3, 0.1, 500))
+        dataset = masked(text, inner, mlm_probability=0.3)
         whole = dataset.batch(np.arange(600))
         for part in (np.arange(599, -1, -7), np.array([3, 599, 3])):
             assert all((values == whole[name][part]).all() for name, values in dataset.batch(part).items())
@@ -151,7 +139,7 @@ def test_masks_are_a_function_of_the_sample_number_in_mixtures_too(text):
 def test_settings_of_masks_change_the_fingerprint_and_not_the_order(text):
     starts = text[1].starts_word
     variants = [
-        {}, {"rate": MaskingRate(0.2)}, {"rate": MaskingRate(0.15, 0.2, 10)}, {"replace": (1.0, 0.0, 0.0)},
+        {}, {"mlm_probability": 0.2}, {"replace": (1.0, 0.0, 0.0)},
         {"starts_word": starts}, {"seed": 1},
     ]  # fmt: skip
     datasets = [masked(text, **options) for options in variants]

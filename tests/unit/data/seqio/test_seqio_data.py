@@ -20,10 +20,11 @@ import pytest
 
 from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.seqio import client as module
 from lm_experiments_tools.data.seqio import worker as seqio_worker
-from lm_experiments_tools.data.seqio.client import SeqioLoader, SeqioWorker, seqio_data, to_batch
-from lm_experiments_tools.data.seqio.worker import Job
+from lm_experiments_tools.data.seqio.client import SeqioExamples, SeqioWorker, seqio_data, to_batch
+from lm_experiments_tools.data.seqio.job import Job
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.errors import RunError, UserError
 from tests.distributed.launch import environment
@@ -53,7 +54,7 @@ def start(tmp_path, monkeypatch):
 
 
 def loader(worker, rank=0, world_size=1, rows=3):
-    return SeqioLoader(worker, LENGTHS, 0, rows, rank, world_size)
+    return TrainLoader(SeqioExamples(worker, rank, world_size, 0), rows, rank, world_size)
 
 
 def numbers(source, count):
@@ -131,8 +132,9 @@ def test_the_worker_dies_with_its_parent(start, tmp_path):
     script = f"""
 import os, time
 from lm_experiments_tools.data.loader import TrainLoader
+from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.seqio import client as module
-from lm_experiments_tools.data.seqio.worker import Job
+from lm_experiments_tools.data.seqio.job import Job
 from tests.unit.data.seqio.fake_worker import work
 module.work = work
 fields = dict.fromkeys(Job.__dataclass_fields__, 1)
@@ -180,7 +182,7 @@ def test_a_run_gets_its_loaders(start, vocab, tmp_path, monkeypatch):
     for _ in range(2):  # the same at every pass
         assert [batch["labels"][:, 0].tolist() for batch in valid] == [[0, 1, 2], [3, 4, 5], [6]]
     train.close()
-    assert not psutil.pid_exists(train.worker.pid)
+    assert not psutil.pid_exists(train.dataset.worker.pid)
 
 
 def test_validation_is_made_only_where_it_is_asked_for(start, vocab, tmp_path, monkeypatch):

@@ -151,7 +151,7 @@ def test_a_stream_encodes_as_suits_the_vocabulary(start, in_process, monkeypatch
     by_line = start(cache="line")
     monkeypatch.setattr(SentencePieceTokenizer, "encode_by", "document")
     whole = start(cache="document")
-    ways = [loader.dataset.settings.encoder.encode_by for loader in (by_line, whole)]
+    ways = [loader.dataset.settings.encoder.vocabulary.encode_by for loader in (by_line, whole)]
     assert ways == ["line", "document"] and by_line.dataset.fingerprint != whole.dataset.fingerprint
 
 

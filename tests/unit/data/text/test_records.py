@@ -287,7 +287,7 @@ def test_null_text_is_empty_text_and_nested_keys_are_followed(tmp_path):
 def test_a_wrong_key_names_the_flag_whatever_the_number_of_lines(tmp_path, number, row, bad_first):
     (tmp_path / "a.jsonl").write_text("{\n" * bad_first + (json.dumps(row) + "\n") * number)
     with pytest.raises(UserError, match="name the key of the text by --text_key"):
-        list(records([str(tmp_path / "a.jsonl")], "text", RejectedRecords(None)))
+        list(records([str(tmp_path / "a.jsonl")], "text", RejectedRecords(100)))
 
 
 def test_tables_and_json_lists_are_text_of_a_corpus_as_json_lines_are(tmp_path):

@@ -196,7 +196,7 @@ def test_a_vocabulary_that_transformers_would_encode_otherwise_is_refused(tmp_pa
 def test_lines_keep_their_borders_where_the_first_word_has_no_mark(tmp_path):
     vocabulary = Tokenizer.load(trained(tmp_path, KINDS["no dummy prefix"]))
     text = "a thing of\nbeauty and number"
-    encoder = TextEncoder.of(vocabulary)
+    encoder = TextEncoder(vocabulary)
     assert vocabulary.decode(encoder.encode(encoder.parts(Record(text, "", 1))).ids) == "a thing of beauty and number"
 
 

@@ -110,7 +110,7 @@ def test_the_tokenizer_beside_a_checkpoint_is_the_same_vocabulary(pair, tmp_path
 
 def test_documents_are_encoded_whole_because_newlines_are_kept(pair):
     vocabulary = Tokenizer.load(pair[0])
-    ids = TextEncoder.of(vocabulary, append_eos=True).encode([["a\nb"]]).ids
+    ids = TextEncoder(vocabulary, append_eos=True).encode([["a\nb"]]).ids
     assert list(ids) == [*vocabulary.encode("a\nb"), vocabulary.eos_id] and "\n" in vocabulary.decode(ids)
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 
 import pytest
 
-from lm_experiments_tools.data.text.records import Record, Rejected, read_shard
+from lm_experiments_tools.data.text.records import NO_LIMIT, Record, Rejected, read_shard
 from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import encode_shard
@@ -205,7 +205,6 @@ def encoder(tmp_path_factory):
         vocab_file=str(path),
         split_sentences=True,
         sentence_splitter="newline",
-        max_document_mb=1,
     )
     return SentenceEncoder(args)
 
@@ -214,7 +213,7 @@ def encoded(encoder, path):
     """(documents as lists of sequences, numbers of the bad lines) as preprocess_data.py would write them."""
     (shard,) = plan_shards([str(path)])
     prefix, listed = str(path.with_suffix("")), path.with_suffix(".bad.jsonl")
-    encode_shard(shard, prefix, encoder, None)
+    encode_shard(shard, prefix, encoder, NO_LIMIT)
     bad = [json.loads(line)["line"] for line in listed.read_text().splitlines()] if listed.exists() else []
     return read_documents(f"{prefix}-0"), bad
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
+from lm_experiments_tools.data.text.sentencepiece_tokenizer import SentencePieceTokenizer
 from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.text.train_vocabulary import train_vocab
@@ -32,17 +33,16 @@ def sequences(prefix):
     return [dataset[i].tolist() for i in range(len(dataset))]
 
 
-def test_ids_are_those_of_sentencepiece(tmp_path, vocab):
+def test_ids_are_those_of_sentencepiece(tmp_path, vocab, monkeypatch):
     texts = make_texts(300)
     data = write_jsonl(tmp_path / "d.jsonl", texts)
     processor = sentencepiece.SentencePieceProcessor(model_file=vocab)
     by_line = [[i for line in text.split("\n") for i in processor.encode(line)] for text in texts]
     whole = [processor.encode(text) for text in texts]
     for encode_by, expected in (("line", by_line), ("document", whole)):
+        monkeypatch.setattr(SentencePieceTokenizer, "encode_by", encode_by)
         for append_eos in (False, True):
-            meta = tokenize_corpus(
-                [data], vocab, tmp_path / "t", workers=1, encode_by=encode_by, append_eos=append_eos
-            )
+            meta = tokenize_corpus([data], vocab, tmp_path / "t", workers=1, append_eos=append_eos)
             assert sequences(tmp_path / "t") == [ids + [1] * append_eos for ids in expected]
             assert meta["num_tokens"] == sum(map(len, expected)) + append_eos * len(texts)
             assert meta == IndexedDataset(tmp_path / "t").meta
@@ -177,7 +177,6 @@ def test_empty_input_and_bad_arguments_are_one_sentence(tmp_path, vocab):
     for inputs, options, message in [
         ("empty.jsonl", {}, r"no text in .*empty\.jsonl"),
         ("blank.jsonl", {}, r"no document in .*blank\.jsonl"),
-        ("d.jsonl", {"encode_by": "word"}, "encode_by is 'word'"),
         ("d.jsonl", {"text_key": "body"}, "no document in|bad lines"),
     ]:
         with pytest.raises(UserError, match=message):

@@ -133,8 +133,6 @@ def test_newlines_are_kept_wherever_the_vocabulary_has_them(tmp_path, kind, capl
     kept = texts if way == "document" else [text.replace("\n\n", "\n").replace("\n", " ") for text in texts]
     assert [vocabulary.decode(ids) for ids in sequences(cached)] == kept
     assert not caplog.messages
-    asked = tokenize_corpus([data], model, tmp_path / "asked", workers=1, encode_by="line")
-    assert asked["encode_by"] == "line" and ("encode_by=line leaves them all out" in caplog.text) == (way != "line")
 
 
 def test_empty_texts_are_counted_and_no_limit_counts_them(tmp_path, vocab, capsys):
