@@ -58,11 +58,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Context that adds a file name to an OSError that has none.
-
-    Args:
-        path: the file that is read or written.
-    """
+    """Context that adds the name of the file that is read or written to an OSError that has none."""
     try:
         yield
     except OSError as error:
@@ -168,11 +164,7 @@ def to_jsonable(value: Any) -> Any:
 
 
 def dump_json(value: Any, *, indent: int | None = 2) -> str:
-    """Write a value as JSON text, after its conversion by `to_jsonable`.
-
-    Args:
-        indent: spaces for each level; None writes one line.
-    """
+    """Write a value as JSON text, after its conversion by `to_jsonable`; without `indent` in one line."""
     return json.dumps(to_jsonable(value), indent=indent, allow_nan=False, ensure_ascii=False)
 
 
@@ -186,11 +178,7 @@ def human_bytes(size: float) -> str:
 
 
 def read_json(path: Path, what: str = "an object") -> dict[str, Any]:
-    """Read a file that holds a JSON object. Raises UserError.
-
-    Args:
-        what: description of the object, for the message.
-    """
+    """Read a file that holds a JSON object, which messages call `what`. Raises UserError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -42,17 +42,13 @@ def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list
 
 
 def resolve_name(text: str, base: type | None = None, said: str | None = None) -> Any:
-    """Import the class or function `module:name`, e.g. `transformers:T5ForConditionalGeneration`.
+    """Import the class or function `module:name`, e.g. `transformers:T5ForConditionalGeneration`. Raises UserError.
 
-    Modules in the current folder are found too.
+    Modules in the current folder are found too. Dots are allowed on both sides (`package.module:Outer.Inner`).
 
     Args:
-        text: dots are allowed on both sides (`package.module:Outer.Inner`).
         base: required base class; None for any callable.
         said: name in error messages, such as "--metric my_metrics:f1"; default: `text`.
-
-    Raises:
-        UserError: malformed text, a module that cannot be imported, a missing name, or an object of another type.
     """
     said = said or f"'{text}'"
     module_name, _, path = text.partition(":")
@@ -87,15 +83,7 @@ def resolve_configured(text: str, base: type, said: str) -> Any:
     """Import a class that a model's configuration names, if its module is trusted; see `resolve_name`.
 
     Configurations may come with untrusted weights. Trusted are modules of this project, modules that are already
-    imported, and those passed to `allow_modules`.
-
-    Args:
-        text: the name, in the form `module:Class`.
-        base: required base class.
-        said: the name in error messages, such as a flag and its value.
-
-    Raises:
-        UserError: the module is not trusted, or as `resolve_name`.
+    imported, and those passed to `allow_modules`. UserError for others.
     """
     module = text.partition(":")[0]
     if module.partition(".")[0] not in _OWN_PACKAGES and module not in sys.modules and module not in _allowed_modules:
@@ -143,12 +131,7 @@ def _imported(module: str) -> ModuleType:
 
 @cache
 def source_imports(module: str, pattern: str) -> bool:
-    """True if the source file of a module has a line that imports what a pattern matches; nothing is imported.
-
-    Args:
-        module: name of the module whose source is read.
-        pattern: regular expression of what follows "from" or "import".
-    """
+    """True if a line of a module's source imports ("from" or "import") what a pattern matches; nothing is run."""
     folders: Iterable[str] | None = [*sys.path, ""]
     for part in module.split("."):  # without its package, which a namespace would look up in sys.modules
         spec = folders and PathFinder.find_spec(part, list(folders))

@@ -122,18 +122,14 @@ def check_rate(args: today.TrainerArgs, optimizer: Optimizer | None) -> None:
 
 
 def settings_of(args: Any, mixed_precision: str | None = None, *, validates: bool = True) -> today.TrainerArgs:
-    """Convert arguments of t5-experiments to current arguments.
+    """Convert arguments of t5-experiments, an object with attributes, to current arguments. Raises UserError.
 
     Arguments without effect are dropped and logged. The result allows checkpoints to be loaded partially.
     `early_stopping_patience` is increased by one, because t5-experiments stopped one validation later.
 
     Args:
-        args: a namespace, a dataclass or another object with attributes.
         mixed_precision: the Accelerator's setting, used instead of `fp16`; None without an Accelerator.
         validates: True if there is a `valid_dataloader`.
-
-    Raises:
-        UserError: a value is out of range, or two arguments conflict.
     """
     notice("TrainerArgs for HfArgumentParser", _TODAY)
     given = {f.name: getattr(args, f.name, None) for f in fields(TrainerArgs)}

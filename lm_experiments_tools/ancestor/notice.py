@@ -16,12 +16,7 @@ _said: list[str] = []  # names that were used; the first has been warned of
 
 
 def notice(name: str, today: str) -> None:
-    """Warn once, on rank 0, that a name belongs to t5-experiments and is replaced by another.
-
-    Args:
-        name: the old name.
-        today: the current name.
-    """
+    """Warn once, on rank 0, that a name belongs to t5-experiments and is replaced by `today`."""
     if not _said and launcher_rank() == 0:
         logger.warning(
             "%s is t5-experiments' name and still works; the current name is %s (docs/porting.md has all names)",

@@ -277,11 +277,7 @@ def _copy_links(source: Path, target: Path) -> None:
 def _unprepared(
     accelerator: Accelerator, model: nn.Module, optimizer: Optimizer | None
 ) -> tuple[nn.Module, Optimizer | None]:
-    """Model and optimizer as before `accelerator.prepare`, which the trainer calls itself.
-
-    Raises:
-        UserError: the model is sharded already.
-    """
+    """Model and optimizer as before `accelerator.prepare`, which the trainer calls itself. UserError if sharded."""
     kind = accelerator.distributed_type.value
     if not getattr(model, "_is_accelerate_prepared", False) and not hasattr(optimizer, "accelerator_state"):
         return model, optimizer

@@ -99,11 +99,7 @@ def peak_memory_mib(device: torch.device) -> float:
 
 
 def read_later(value: Tensor) -> Callable[[], float | bool | list]:
-    """Start copying a tensor from a GPU to the host without waiting for it.
-
-    Returns:
-        A function that waits for the copy and returns its value, as a number or list.
-    """
+    """Start copying a tensor from a GPU to the host; returns a function that waits for it and gives its value."""
     copy = value.detach().to("cpu", non_blocking=value.device.type in ("cpu", "cuda"))
     if value.device.type != "cuda":
         return copy.tolist

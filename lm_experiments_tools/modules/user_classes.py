@@ -11,28 +11,15 @@ from lm_experiments_tools.names import resolve_name
 
 
 def get_cls_by_name(name: str, base: type = nn.Module) -> type:
-    """Import the class that `module:Class` names.
-
-    Args:
-        base: the class must be `base` or derive from it.
-
-    Raises:
-        UserError: the name is malformed, cannot be imported, or is no such class.
-    """
+    """Import the class, `base` or derived from it, that `module:Class` names. Raises UserError."""
     return resolve_name(name, base)
 
 
 def set_own_values(owner: nn.Module, known: Collection[str]) -> None:
-    """Initialize the parameters that a user's own class adds to a model.
+    """Initialize the parameters that a user's own class, a positional encoding or attention layer, adds to a model.
 
-    It calls the `reset_parameters()` of the class or of its layers.
-
-    Args:
-        owner: the user's positional encoding or attention layer.
-        known: names of its parameters and children that the model has initialized.
-
-    Raises:
-        UserError: parameters without `reset_parameters()`; from_pretrained would leave them uninitialized.
+    It calls the `reset_parameters()` of the class or of its layers; `known` names what the model has initialized.
+    UserError without one: from_pretrained would leave parameters uninitialized.
     """
     if hasattr(owner, "reset_parameters"):
         owner.reset_parameters()

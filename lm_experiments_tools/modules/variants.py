@@ -24,14 +24,9 @@ class VariantConfig:
         return type(self) is not ours or any(getattr(self, key) != getattr(ours, key) for key in self.variant_keys)
 
     def check_variant(self, positions: Collection[str], counts: Sequence[str]) -> None:
-        """Check the settings that the configurations of BERT and T5 have in common.
+        """Check the settings that the configurations of BERT and T5 have in common. Raises ValueError.
 
-        Args:
-            positions: allowed values of `position_embedding_type`, besides a user's class.
-            counts: names of settings that must be at least 1.
-
-        Raises:
-            ValueError: a setting out of range, or settings that exclude each other.
+        `positions` are the allowed `position_embedding_type`s, besides a user's class; `counts` must be at least 1.
         """
         for name in counts:
             if getattr(self, name) < 1:
@@ -61,11 +56,7 @@ class VariantConfig:
 
 
 class TakesBothConfigs(type):
-    """Metaclass that lets a model class accept transformers' configuration as well as its own subclass of it.
-
-    Raises:
-        ValueError: a configuration of another class.
-    """
+    """Metaclass that lets a model class accept transformers' configuration as well as its own subclass of it."""
 
     def __call__(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
         ours, given = cls.config_class, type(config)
