@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -180,15 +179,9 @@ def restored_if_skipped(skip: Skip | None, tensors: Sequence[Tensor]) -> Iterato
         torch.where(skip.here, saved, tensor, out=tensor)
 
 
-def root_mean_square(tensor: Tensor) -> Tensor | np.float32:
-    """Root mean square sqrt(mean(x^2)) of a tensor x in fp32, 0-dim; for a CPU tensor a numpy scalar, which is faster.
-
-    The tensor must not be sharded.
-    """
-    norm = torch.linalg.vector_norm(tensor, dtype=torch.float32)
-    if on_host(norm):
-        return np.float32(norm.item()) / np.float32(tensor.numel() ** 0.5)
-    return norm / tensor.numel() ** 0.5
+def root_mean_square(tensor: Tensor) -> Tensor:
+    """Root mean square sqrt(mean(x^2)) of a tensor x that is not sharded, in fp32, 0-dim."""
+    return torch.linalg.vector_norm(tensor, dtype=torch.float32) / tensor.numel() ** 0.5
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -248,7 +248,9 @@ class TrainingLoop:
         started, args, backend, step = time.perf_counter(), self.args, self.backend, self.step
         # Reductions and shards are those of the parameters that were trained at the start.
         if [parameter.requires_grad for parameter in self._parameters] != self._trained:
-            raise UserError("parameters were frozen or unfrozen after the trainer was made: do it before, or by --phases")
+            raise UserError(
+                "parameters were frozen or unfrozen after the trainer was made: do so before, or use --phases"
+            )
         micro_batches = step.split(batch, args.batch_size)
         # The workers' clocks differ, so rank 0 decides for all whether the last checkpoint is too old.
         is_old = self._saves_by_time and time.monotonic() - self._last_save >= SAVE_SECONDS
