@@ -74,15 +74,10 @@ class BatchStream:
         return getattr(getattr(self.loader, "dataset", None), "order", None)
 
     def seek(self, run: TrainState, state: Mapping[str, Any] | None, order: str | None = None) -> None:
-        """Continue the iteration at the position in the data that a checkpoint has saved.
+        """Continue the iteration at the position in the data that a checkpoint has saved. Raises UserError.
 
-        Args:
-            run: state of the saved run: samples consumed over all workers, and its data's fingerprint.
-            state: this worker's saved `state_dict`; None if the number of workers has changed.
-            order: hash `order` of the saved run, given if a new run skips the rows that it used (`--skip_used_data`).
-
-        Raises:
-            UserError: the data has changed, or the loader needs `state`.
+        `state` is this worker's saved `state_dict`; None if the number of workers has changed. `order` is the property
+        of the saved run, given if a new run skips the rows that it used (`--skip_used_data`).
         """
         fingerprint, same_rows = run.data_fingerprint, order is not None and order == self.order
         if not same_rows and fingerprint != self.fingerprint:

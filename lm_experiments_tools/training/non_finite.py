@@ -21,12 +21,9 @@ _MOST_NAMES = 5
 
 
 def report_skipped(step: int, names: Sequence[str], backend: Backend, module: str | None, *, is_watched: bool) -> None:
-    """Log what was not finite in a skipped step; collective if `is_watched`.
+    """Log what was not finite in a skipped step; collective if modules' outputs are checked (`is_watched`).
 
-    Args:
-        names: this worker's parameters whose gradient is not finite.
-        module: description of this worker's first module with a non-finite output; None if there is none.
-        is_watched: False if modules' outputs are not checked.
+    `names` are this worker's parameters whose gradient is not finite, `module` describes its first such output.
     """
     if names:
         logger.warning("step %d: parameters whose gradient norm is not finite: %s", step, names_line(names))

@@ -40,15 +40,9 @@ class Phase:
 
 
 def data_start(args: Any, state: TrainState, stream: BatchStream) -> tuple[int, str]:
-    """Choose the position in the training data at which a phase starts to read.
+    """Choose the position in the training data, in samples over all workers, at which a phase starts to read.
 
-    Args:
-        args: arguments of the phase.
-        state: trainer state at the end of the previous phase.
-        stream: training data of the phase.
-
-    Returns:
-        Position in samples over all workers, and the reason, for the log.
+    `state` is that of the end of the previous phase. Also returns the reason, for the log.
     """
     facts, position = state.facts, state.data_position()
     if stream.fingerprint == state.data_fingerprint or (state.data_order and stream.order == state.data_order):
@@ -65,10 +59,6 @@ _RAMP = ("mlm_prob", "mlm_prob_end", "mlm_prob_samples")
 
 
 def ramp_start(args: Any, before: TrainState) -> int:
-    """Samples consumed when the masking rate began to change: a phase or run with other rates starts to count anew.
-
-    Args:
-        before: trainer state of the previous phase, or of the run that is continued.
-    """
+    """Samples consumed when the masking rate began to change: with other rates a phase starts to count anew."""
     is_same = all(before.facts.get(name) == getattr(args, name, None) for name in _RAMP)
     return before.ramp_start if is_same else before.consumed_samples

@@ -129,12 +129,7 @@ class Restorer:
         return start
 
     def _resume(self, path: Path, facts: Mapping[str, Any]) -> Start:
-        """Restore weights, optimizer and trainer state from a checkpoint of the same run.
-
-        Args:
-            path: folder of the checkpoint.
-            facts: result of `run_facts` for this start, compared with the checkpoint's.
-        """
+        """Restore weights, optimizer and trainer state from a checkpoint of the same run, after comparing facts."""
         state, per_rank = load_state(path, self.backend)
         self._check_facts(state, path, facts)
         self.learning_rate.resume(state.plateau)
@@ -157,10 +152,8 @@ class Restorer:
     def _begins(self, path: Path, facts: Mapping[str, Any]) -> bool:
         """True if this phase begins at a checkpoint: that of the phase before, or of the run that it branches from.
 
-        A branch with the settings of its trunk continues the trunk's phase.
-
-        Raises:
-            UserError: a branch changes what no phase can, or the phases before this one have other lengths now.
+        A branch with the settings of its trunk continues the trunk's phase. UserError for a branch that changes what
+        no phase can, and if the phases before this one have other lengths now.
         """
         phase, state = self.phase, on_main(self.backend, lambda: read_state_file(path))
         if path != phase.branch:
@@ -242,8 +235,7 @@ class Restorer:
     def _check_facts(self, state: TrainState, path: Path, now: Mapping[str, Any]) -> None:
         """Compare a loaded checkpoint with this start; the schedule keeps its length.
 
-        Raises:
-            UserError: facts differ, and the checkpoint was not named by `--resume PATH`, which only logs what differs.
+        UserError for facts that differ, unless `--resume PATH` named the checkpoint, which only logs them.
         """
         resumes, differing = self.args.resume_path() is not None, differences(state.facts, now)
         # The data may have moved: its fingerprint is compared when the loader's position is restored.
@@ -276,16 +268,9 @@ class Restorer:
 
 # ---- facts that a restart compares ----------------------------------------------------------------------------------
 def run_facts(args: TrainerArgs, world_size: int, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Collect the facts about a run that a restart compares with those in the checkpoint.
+    """Collect what a restart compares with the checkpoint, as JSON: settings, model configuration, optimizer settings.
 
-    These are settings, model configuration and optimizer settings.
-
-    Args:
-        world_size: number of workers, or of virtual ranks with `--reproducible elastic`.
-        model: as built, before a backend wraps it.
-
-    Returns:
-        {name: JSON value}.
+    The model is as built, before a backend wraps it. `world_size` counts virtual ranks with `--reproducible elastic`.
     """
     # data_path may differ after a restart, but is recorded: a phase with other data reads them from their beginning.
     harmless = harmless_flags(type(args)) - {"data_path"}

@@ -58,11 +58,7 @@ class StopSignals:
         return list(self._noted)
 
     def agree(self, totals: Sequence[int]) -> None:
-        """Record which signals any worker received, so that all workers stop at the same step.
-
-        Args:
-            totals: sum of `pending` over all workers.
-        """
+        """Record which signals any worker received (the sum of `pending`), so that all stop at the same step."""
         for number, count in zip(STOP_SIGNALS, totals, strict=True):
             if count and not self.agreed:
                 self.agreed = int(number)
