@@ -60,11 +60,7 @@ class ExactSum(Reduction):
         self._started = self._overflowed = False
 
     def add(self) -> None:
-        """Add each parameter's `.grad` to the integer sums, and clear it.
-
-        Raises:
-            UserError: too many micro-batches were added.
-        """
+        """Add each parameter's `.grad` to the integer sums, and clear it. UserError for too many micro-batches."""
         self._start()
         self._added += 1
         if self._added > self._max_added:
@@ -192,11 +188,7 @@ def _chunks(flat: Tensor) -> Iterator[slice]:
 
 
 def check_exact(args: TrainerArgs, sharded_by: str | None) -> None:
-    """Refuse flags that rule out order-independent sums. Raises UserError.
-
-    Args:
-        sharded_by: "FSDP" or "DeepSpeed", which reduce gradients themselves; None without sharding.
-    """
+    """Refuse flags that rule out exact sums; `sharded_by` FSDP or DeepSpeed reduces by itself. Raises UserError."""
     how = args.reproducible
     if sharded_by and how == "elastic":
         raise UserError(
@@ -210,14 +202,7 @@ def check_exact(args: TrainerArgs, sharded_by: str | None) -> None:
 
 
 def check_buffers(model: nn.Module, how: str) -> None:
-    """Refuse BatchNorm under `--reproducible elastic`, because its running means depend on the worker.
-
-    Args:
-        how: value of `--reproducible`.
-
-    Raises:
-        UserError: the model has such buffers.
-    """
+    """Refuse BatchNorm under `--reproducible elastic`: its running means are a worker's. Raises UserError."""
     means = (name for name, module in model.named_modules() if getattr(module, "running_mean", None) is not None)
     if how == "elastic" and (name := next(means, None)) is not None:
         raise UserError(

@@ -145,11 +145,7 @@ class HorovodBackend(Backend):
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Prepare model and optimizer for training over Horovod; see `Backend.setup`.
 
-        Args:
-            optimizer: None to evaluate only.
-
-        Raises:
-            UserError: a parameter is bfloat16, or Horovod already wraps the optimizer.
+        UserError for a bfloat16 parameter, or an optimizer that Horovod already wraps.
         """
         _check_supported(model, optimizer)
         check_whole(model, "Horovod")

@@ -49,15 +49,10 @@ def cpu_asked(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def check_device(initialized: bool) -> None:
-    """Check that the GPUs suffice for what the launcher's environment asks for.
+    """Check that the GPUs suffice for what the launcher's environment asks for. Raises UserError.
 
-    FSDP and DeepSpeed need a GPU. Without CPU mode, each worker of this machine needs a GPU of its own.
-
-    Args:
-        initialized: True if an Accelerator exists already; then it has chosen a device.
-
-    Raises:
-        UserError: a GPU is missing, or both FSDP and DeepSpeed are asked for.
+    FSDP and DeepSpeed need a GPU. Without CPU mode, each worker of this machine needs a GPU of its own. An Accelerator
+    that exists already has chosen a device (`initialized`).
     """
     sharding, (count, _) = wanted_sharding(), wanted_processes()
     if initialized:
