@@ -497,10 +497,7 @@ def make_accelerator(args: TrainerArgs) -> Accelerator:
 
 
 def check_agreement(accelerator: Accelerator, args: TrainerArgs) -> None:
-    """Check that a user's Accelerator does not contradict `args`. Raises UserError.
-
-    Settings that a DeepSpeed configuration leaves open are filled in from `args`.
-    """
+    """Check that an Accelerator does not contradict `args`, which fill a DeepSpeed file. Raises UserError."""
     kind = str(accelerator.distributed_type.value)
     _check_equal("the Accelerator", "mixed_precision", accelerator.mixed_precision, _precision_name(args))
     steps = args.gradient_accumulation_steps

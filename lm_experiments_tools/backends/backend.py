@@ -44,12 +44,9 @@ if TYPE_CHECKING:
 class PendingStep:
     """An optimizer step that may still run on the device, and whose result can be read later.
 
-    Attributes:
-        result: function that waits for the step and returns (gradient norm, applied): the global L2 norm before
-            clipping, and False if the step was skipped because the norm was not finite.
-        is_done: True if `result` does not wait.
-        non_finite: function that returns the names of the parameters whose gradient on this worker is not finite; it
-            waits as `result` does.
+    `result` waits for the step and returns (gradient norm, applied): the global L2 norm before clipping, and False if
+    the step was skipped because the norm was not finite. `is_done`: it does not wait. `non_finite` waits too, and
+    returns the names of the parameters whose gradient on this worker is not finite.
     """
 
     result: Callable[[], tuple[float, bool]]

@@ -116,8 +116,7 @@ def attempt(function: Callable[[], T]) -> Callable[[], T]:
     """Call `function` now, but raise its error later; returns a function that gives the result or raises the error.
 
     On several machines a UserError is raised only by the returned function. Call it under `on_all`: then no worker
-    waits for one that failed, for example because its machine lacks a file. On one machine the error is raised
-    immediately.
+    waits for one that failed, for example because its machine lacks a file. On one machine it is raised immediately.
     """
     future: Future[T] = Future()
     try:

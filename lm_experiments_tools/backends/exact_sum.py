@@ -120,10 +120,7 @@ class ExactSum(Reduction):
             self.finish()
 
     def must_repeat(self) -> bool:
-        """True, on all workers, if a gradient reached the limit 2^exponent of its parameter.
-
-        The exponent has then been raised, and the step must be computed again.
-        """
+        """True, on all workers, if a gradient reached its limit 2^exponent, which has then been raised."""
         if not self._overflowed:
             return False
         largest = [max(values) for values in zip(*self._workers.gather(self._largest.tolist()), strict=True)]

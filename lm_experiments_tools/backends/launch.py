@@ -105,10 +105,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 
 def open_deepspeed_settings() -> None:
-    """Remove the DeepSpeed settings that `accelerate launch` puts into the environment by default.
-
-    `fill_config` sets them later from the training arguments. Raises UserError.
-    """
+    """Remove the DeepSpeed settings that `accelerate launch` sets by default, for `fill_config`. Raises UserError."""
     try:
         import deepspeed  # noqa: F401
     except ImportError as error:

@@ -176,10 +176,7 @@ class AccumulatedOutputs:
         return _joined(every) if backend.is_main else {}
 
     def reduce(self, backend: Backend) -> dict[str, float]:
-        """Compute the user's metrics on rank 0 over the outputs of all workers, and clear these; collective.
-
-        Without outputs, such as those of a training interval of which only generated text is selected, there are none.
-        """
+        """Compute the user's metrics on rank 0 over the outputs of all workers, and clear these; collective."""
         if self.metrics is None:
             return {}
         # `add` copies asynchronously from a GPU.

@@ -69,10 +69,7 @@ class MicroBatch:
     tokens: int = 0
 
     def is_padding(self) -> bool:
-        """True if the micro-batch has nothing to count: no label is valid, and no row is to be predicted.
-
-        A row is to be predicted if the batch has an entry `example` with a number of at least 0 for the row.
-        """
+        """True if no label is valid, and no row is to be predicted, by a number of at least 0 in `example`."""
         numbers = self.batch.get("example")
         return not any(self.weights.values()) and not (isinstance(numbers, Tensor) and bool((numbers >= 0).any()))
 
@@ -82,10 +79,7 @@ class MicroBatch:
         return MicroBatch(self.inputs, batch, dict.fromkeys(self.weights, 0)).with_a_label()
 
     def with_a_label(self) -> MicroBatch:
-        """Copy a micro-batch without valid labels, and make one label valid at weight 0.
-
-        A mean over no labels would be NaN.
-        """
+        """Copy a micro-batch without valid labels, with one at weight 0: a mean over no labels would be NaN."""
         inputs = dict(self.inputs)
         for name in (name for name, weight in self.weights.items() if weight == 0 and name in inputs):
             inputs[name] = inputs[name].clone()

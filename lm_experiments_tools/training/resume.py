@@ -178,8 +178,7 @@ class Restorer:
     def _begin_phase(self, path: Path) -> Start:
         """Start a phase from the previous phase's last checkpoint, or a branch from a checkpoint of another run.
 
-        The optimizer's state is kept for parameters of the same name. Schedule, patience and drops of the learning
-        rate start anew.
+        The optimizer's state is kept for parameters of the same name. Schedule, patience and drops start anew.
         """
         state, per_rank = load_state(path, self.backend, by_name=True)
         position, reason = data_start(self.args, state, self.stream)

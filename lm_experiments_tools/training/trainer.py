@@ -285,8 +285,7 @@ class TrainingLoop:
     def _finalize_step(self) -> StepInfo | None:
         """Add the last step, applied or skipped, to the state and metrics, unless that has been done.
 
-        Raises:
-            TrainingDiverged: it is the last of `args.max_skipped_updates` in a row that were skipped.
+        TrainingDiverged if it is the last of `args.max_skipped_updates` in a row that were skipped.
         """
         step, self._in_flight = self._in_flight, None
         if step is None:
