@@ -57,9 +57,7 @@ class PendingStep:
 class State:
     """State of a backend's model and optimizer; every worker calls its methods at the same time.
 
-    Args:
-        backend: of which the state is; weights and optimizer are those of its `setup`.
-        setup_shares_weights: True if `setup` gives all workers rank 0's weights before any are needed.
+    `setup_shares_weights`: the backend's `setup` gives all workers rank 0's weights before any are needed.
 
     Attributes:
         is_sharded: True if each worker holds, reads and writes its own part of the state (FSDP, ZeRO).

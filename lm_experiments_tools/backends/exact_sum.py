@@ -34,12 +34,8 @@ _SENT_AT_ONCE = 1 << 23  # elements of one collective: 64 MiB
 class ExactSum(Reduction):
     """Sums gradients of one optimizer step in int64, independent of order and number of workers.
 
-    Args:
-        parameters: trained parameters, in the same order on all workers; none to evaluate only.
-        addends: number of micro-batches per optimizer step, over all workers.
-
-    Attributes:
-        exponents: one per parameter; gradients must stay below 2^exponent. Saved in checkpoints.
+    The trained parameters are in the same order on all workers; `addends` is the number of micro-batches per optimizer
+    step, over all workers. Gradients must stay below 2^exponent of their parameter; checkpoints hold the `exponents`.
     """
 
     is_exact = True

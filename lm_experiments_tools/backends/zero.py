@@ -49,10 +49,7 @@ def _optimized(parameters: list[Tensor]) -> dict[int, Tensor]:
 class UnshardedOptimizer:
     """View of a DeepSpeed ZeRO optimizer with the parameter groups and state that it would have without ZeRO.
 
-    Args:
-        zero: DeepSpeed's optimizer, of stage 1, 2 or 3.
-        groups: result of `take_groups`, called before DeepSpeed flattened the parameters.
-        device: device on which weights are gathered.
+    `groups` are those of `take_groups`, called before DeepSpeed flattened the parameters.
     """
 
     def __init__(self, zero: Any, groups: list[dict[str, Any]], device: torch.device) -> None:

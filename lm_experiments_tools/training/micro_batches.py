@@ -240,10 +240,6 @@ def used_widths(rows: Mapping[str, Tensor], multiple: int, has_decoder: bool) ->
 class BatchSplitter:
     """Splits the batches of a training loop into micro-batches, and counts their valid labels and tokens.
 
-    Args:
-        targets: rule for which labels are valid.
-        transform: f(batch) -> batch with the model's argument names; None changes nothing.
-
     Attributes:
         names: arguments of the model's forward.
         is_repeatable: a batch that is split again gives the same; a user's transform may draw random numbers.

@@ -45,7 +45,7 @@ def names_line(names: Sequence[str]) -> str:
 class OutputWatch:
     """Context in which hooks on all modules note the first output that is not finite (`--debug_non_finite`).
 
-    Each module's output is checked, which waits for the device. Forward passes without gradients are not checked.
+    Each check waits for the device. Forward passes without gradients are not checked.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -72,11 +72,8 @@ class Start:
 class Restorer:
     """Restores a run from checkpoints into its model, optimizer, data stream and schedule.
 
-    Attributes:
-        saver: knows which checkpoints are this run's own.
-        stream: training data; None to validate only.
-        valid_data: identity of the validation data, see `data_identity`.
-        phase: the phase of the run that `args` belong to; None for a run without phases.
+    The saver knows which checkpoints are this run's own; `valid_data` is a `data_identity`. There is no stream to
+    validate only, and no phase in a run without phases.
     """
 
     args: TrainerArgs

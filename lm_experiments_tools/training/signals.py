@@ -26,13 +26,8 @@ class StopSignals:
     """Context that records each of `exits.STOP_SIGNALS`, so that training can stop at the end of a step.
 
     A second SIGINT interrupts immediately. Under torchrun or accelerate launch, a dead parent process counts as
-    SIGTERM. Signals of batch systems that the user's program handles, or nohup ignores, are left alone.
-
-    Args:
-        saves: the run saves a checkpoint when it stops, which the log says.
-
-    Attributes:
-        agreed: signal number that any worker received, known to all after `agree`; 0 for none.
+    SIGTERM. Signals of batch systems that the user's program handles, or nohup ignores, are left alone. `agreed` is
+    the number of a signal that any worker received, known to all after `agree`; 0 for none.
     """
 
     def __init__(self, *, saves: bool = True) -> None:
