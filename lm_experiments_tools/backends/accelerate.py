@@ -58,12 +58,7 @@ def _syncs_always(accelerator: Accelerator) -> bool:
 
 
 class DDPReduction(Reduction):
-    """Reduction by torch's DistributedDataParallel, which averages gradients during the last backward pass of a step.
-
-    Args:
-        trains: False to evaluate only.
-        as_fp16: send gradients between workers as fp16.
-    """
+    """Reduction by torch's DistributedDataParallel, during the last backward pass of a step; optionally as fp16."""
 
     def __init__(self, accelerator: Accelerator, reproducible: list[Any], *, trains: bool, as_fp16: bool) -> None:
         super().__init__(accelerator.num_processes, reproducible)
@@ -399,10 +394,8 @@ class DeepSpeedBackend(AccelerateBackend):
 class ZeROState(State):
     """State under DeepSpeed: full fp32 weights, from the optimizer's shards where the model's are rounded or sharded.
 
-    Attributes:
-        unsharded: view of the optimizer as an unsharded one.
-        kind: class name of the optimizer before DeepSpeed wrapped it.
-        frozen: frozen weights on rank 0 by name, not rounded to the model's dtype.
+    `kind` is the optimizer's class name before DeepSpeed wrapped it. `frozen` weights, on rank 0 by name, are not
+    rounded to the model's dtype.
     """
 
     backend: DeepSpeedBackend
@@ -497,10 +490,7 @@ def make_accelerator(args: TrainerArgs) -> Accelerator:
 
 
 def check_agreement(accelerator: Accelerator, args: TrainerArgs) -> None:
-    """Check that a user's Accelerator does not contradict `args`. Raises UserError.
-
-    Settings that a DeepSpeed configuration leaves open are filled in from `args`.
-    """
+    """Check that an Accelerator does not contradict `args`, which fill a DeepSpeed file. Raises UserError."""
     kind = str(accelerator.distributed_type.value)
     _check_equal("the Accelerator", "mixed_precision", accelerator.mixed_precision, _precision_name(args))
     steps = args.gradient_accumulation_steps

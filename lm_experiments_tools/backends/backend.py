@@ -44,12 +44,9 @@ if TYPE_CHECKING:
 class PendingStep:
     """An optimizer step that may still run on the device, and whose result can be read later.
 
-    Attributes:
-        result: function that waits for the step and returns (gradient norm, applied): the global L2 norm before
-            clipping, and False if the step was skipped because the norm was not finite.
-        is_done: True if `result` does not wait.
-        non_finite: function that returns the names of the parameters whose gradient on this worker is not finite; it
-            waits as `result` does.
+    `result` waits for the step and returns (gradient norm, applied): the global L2 norm before clipping, and False if
+    the step was skipped because the norm was not finite. `is_done`: it does not wait. `non_finite` waits too, and
+    returns the names of the parameters whose gradient on this worker is not finite.
     """
 
     result: Callable[[], tuple[float, bool]]
@@ -60,9 +57,7 @@ class PendingStep:
 class State:
     """State of a backend's model and optimizer; every worker calls its methods at the same time.
 
-    Args:
-        backend: of which the state is; weights and optimizer are those of its `setup`.
-        setup_shares_weights: True if `setup` gives all workers rank 0's weights before any are needed.
+    `setup_shares_weights`: the backend's `setup` gives all workers rank 0's weights before any are needed.
 
     Attributes:
         is_sharded: True if each worker holds, reads and writes its own part of the state (FSDP, ZeRO).
@@ -77,11 +72,8 @@ class State:
     def model_state(self, writers: Mapping[str, int] | None = None) -> dict[str, Tensor]:
         """Gather the full tensors that a checkpoint stores of the model (`saved_state`), one by one; collective.
 
-        Args:
-            writers: {name: rank that gets the tensor}; None: rank 0 gets all.
-
-        Returns:
-            {name: tensor} of this rank. If the backend shards, the tensors are copies in host memory.
+        `writers` names the rank that gets each tensor; None: rank 0 gets all. Returns those of this rank. If the
+        backend shards, they are copies in host memory.
         """
         names, gathered = saved_state(self.backend.unwrap()), {}
         for name, tensor in untied(names).items():
@@ -93,11 +85,7 @@ class State:
 
     @torch.no_grad()
     def load_model_state(self, state: dict[str, Tensor] | None) -> None:
-        """Load the weights that rank 0 passes into the model of every worker; collective.
-
-        Args:
-            state: result of `model_state`; only rank 0's is read.
-        """
+        """Load the weights that rank 0 passes, as of `model_state`, into the model of every worker; collective."""
         backend, names = self.backend, saved_state(self.backend.unwrap())
         if backend.is_main:
             check_keys(state, names)
@@ -145,16 +133,10 @@ class State:
         return type(self.backend.optimizer).__name__
 
     def load_optimizer_state(self, tree: Any) -> None:
-        """Load an optimizer state; collective.
+        """Load an optimizer state that any backend and number of workers has saved; collective.
 
-        A run with another backend or number of workers may have saved the state.
-
-        Args:
-            tree: a state that `save_tree` has saved, whose tensors all workers can read if the backend shards;
-                otherwise only rank 0's is read, and sent to the others.
-
-        Raises:
-            ValueError: the state belongs to other parameters, for example because `--freeze` changed.
+        If the backend shards, all workers must be able to read the tensors of `tree`; otherwise only rank 0's is read,
+        and sent to the others. ValueError for the state of other parameters, for example because `--freeze` changed.
         """
         tree, backend = tree or {}, self.backend
         saved = backend.broadcast({name: value for name, value in tree.items() if name != "optimizer"})
@@ -177,14 +159,9 @@ class State:
     def load_optimizer_state_by_name(self, tree: Any, *, same_kind: bool) -> int:
         """Load saved optimizer state only for parameters that have the same name and shape as in the saving run.
 
-        Other parameters start without state. The optimizer's settings do not change.
-
-        Args:
-            tree: see `load_optimizer_state`.
-            same_kind: False if another optimizer class saved it; then only the loss scaler is loaded.
-
-        Returns:
-            The number of parameters whose state was loaded.
+        Other parameters start without state, and the optimizer's settings do not change. If another optimizer class
+        saved it (`same_kind` False), only the loss scaler is loaded. Returns the number of parameters whose state was
+        loaded.
         """
         names, shapes = self._optimized()
         here = {name: (number, shape) for number, (name, shape) in enumerate(zip(names, shapes, strict=True)) if name}
@@ -414,14 +391,10 @@ class LocalBackend(Backend):
 
 
 def check_whole(model: nn.Module, name: str, *, shards: bool = False) -> None:
-    """Check that a backend can train a model. Raises UserError.
+    """Check that a backend called `name` can train a model. Raises UserError.
 
     Refused are models with `--device_map`, which are spread over devices, and parameters that a sharding backend does
-    not support.
-
-    Args:
-        name: the backend's, for the error message.
-        shards: True if the backend shards the model.
+    not support (`shards`).
     """
     if is_spread(model):
         raise UserError(f"--device_map is for one process, not for {name}: use --backend local, or leave it out.")
@@ -438,12 +411,7 @@ def check_whole(model: nn.Module, name: str, *, shards: bool = False) -> None:
 
 
 def check_not_trained_again(name: str, optimizer: Optimizer | None) -> None:
-    """Refuse to train a model that an earlier `setup` has sharded. Raises UserError.
-
-    Args:
-        name: the backend's, for the error message.
-        optimizer: None for evaluation, which is allowed.
-    """
+    """Refuse to train a model that an earlier `setup` has sharded; evaluation is allowed. Raises UserError."""
     if optimizer is not None:
         raise UserError(
             f"under {name} a model is sharded by its first training or evaluation, and cannot be trained again: train "

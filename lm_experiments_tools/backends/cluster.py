@@ -116,8 +116,7 @@ def attempt(function: Callable[[], T]) -> Callable[[], T]:
     """Call `function` now, but raise its error later; returns a function that gives the result or raises the error.
 
     On several machines a UserError is raised only by the returned function. Call it under `on_all`: then no worker
-    waits for one that failed, for example because its machine lacks a file. On one machine the error is raised
-    immediately.
+    waits for one that failed, for example because its machine lacks a file. On one machine it is raised immediately.
     """
     future: Future[T] = Future()
     try:
@@ -132,13 +131,8 @@ def attempt(function: Callable[[], T]) -> Callable[[], T]:
 def form_job(tasks: Tasks, environ: MutableMapping[str, str] = os.environ) -> None:
     """Set RANK, WORLD_SIZE and the other variables by which torch connects the tasks of a launcher to one job.
 
-    Existing values of MASTER_ADDR and MASTER_PORT are kept.
-
-    Args:
-        environ: the environment that is changed.
-
-    Raises:
-        UserError: the launcher reports too little, or the task may be an interactive shell.
+    Existing values of MASTER_ADDR and MASTER_PORT are kept. UserError if the launcher reports too little, or the task
+    may be an interactive shell.
     """
     hint = f"`torchrun --nproc_per_node {tasks.count} SCRIPT ...` (or horovodrun) forms a job on one machine"
     if tasks.interactive:

@@ -118,13 +118,8 @@ def norms_of(tensors: Iterable[Tensor]) -> tuple[list[Tensor], Tensor]:
 def on_all(workers: Workers, function: Callable[[], T], *, only_main: bool = False) -> T | None:
     """Run `function` on every worker, or on rank 0 alone, and raise its error on all of them.
 
-    Without this, the other workers would wait forever for one that failed alone.
-
-    Args:
-        only_main: True to run it on rank 0 alone.
-
-    Returns:
-        The result of `function` on this worker; None where it was not run.
+    Without this, the other workers would wait forever for one that failed alone. Returns the result on this worker;
+    None where it was not run.
     """
     result, failure = None, None
     if workers.is_main or not only_main:

@@ -33,12 +33,7 @@ def fill_config(config: dict[str, Any], args: TrainerArgs, world_size: int, sour
     """Set all open values of a DeepSpeed configuration in place, from `args`.
 
     A value is open if it is absent, "auto", or the gradient_accumulation_steps = 1 that Accelerate writes by default.
-
-    Args:
-        source: name of the configuration, for error messages.
-
-    Raises:
-        UserError: a value contradicts `args`, or the configuration requests something unsupported.
+    UserError, which names `source`, for a value that contradicts `args`, or a request of something unsupported.
     """
     for section, ours in (("optimizer", "--optimizer and --lr"), ("scheduler", "--lr_scheduler")):
         if section in config:
@@ -79,15 +74,9 @@ def fill_config(config: dict[str, Any], args: TrainerArgs, world_size: int, sour
 
 
 def fill(config: dict[str, Any], key: str, value: Any, flag: str | None, source: str) -> None:
-    """Set one entry of a DeepSpeed configuration if it is absent or "auto".
+    """Set one entry of a DeepSpeed configuration, such as "fp16.enabled", if it is absent or "auto".
 
-    Args:
-        key: name of the entry; dots separate levels, as in "fp16.enabled".
-        flag: the flag that `value` comes from, for the message; None to accept any existing value.
-        source: name of the configuration, for the message.
-
-    Raises:
-        UserError: the existing value contradicts `value`.
+    UserError, which names `source`, for another value than that of the `flag`; None accepts any.
     """
     *parents, leaf = key.split(".")
     for parent in parents:

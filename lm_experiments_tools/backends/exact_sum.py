@@ -34,12 +34,8 @@ _SENT_AT_ONCE = 1 << 23  # elements of one collective: 64 MiB
 class ExactSum(Reduction):
     """Sums gradients of one optimizer step in int64, independent of order and number of workers.
 
-    Args:
-        parameters: trained parameters, in the same order on all workers; none to evaluate only.
-        addends: number of micro-batches per optimizer step, over all workers.
-
-    Attributes:
-        exponents: one per parameter; gradients must stay below 2^exponent. Saved in checkpoints.
+    The trained parameters are in the same order on all workers; `addends` is the number of micro-batches per optimizer
+    step, over all workers. Gradients must stay below 2^exponent of their parameter; checkpoints hold the `exponents`.
     """
 
     is_exact = True
@@ -60,11 +56,7 @@ class ExactSum(Reduction):
         self._started = self._overflowed = False
 
     def add(self) -> None:
-        """Add each parameter's `.grad` to the integer sums, and clear it.
-
-        Raises:
-            UserError: too many micro-batches were added.
-        """
+        """Add each parameter's `.grad` to the integer sums, and clear it. UserError for too many micro-batches."""
         self._start()
         self._added += 1
         if self._added > self._max_added:
@@ -124,10 +116,7 @@ class ExactSum(Reduction):
             self.finish()
 
     def must_repeat(self) -> bool:
-        """True, on all workers, if a gradient reached the limit 2^exponent of its parameter.
-
-        The exponent has then been raised, and the step must be computed again.
-        """
+        """True, on all workers, if a gradient reached its limit 2^exponent, which has then been raised."""
         if not self._overflowed:
             return False
         largest = [max(values) for values in zip(*self._workers.gather(self._largest.tolist()), strict=True)]
@@ -192,11 +181,7 @@ def _chunks(flat: Tensor) -> Iterator[slice]:
 
 
 def check_exact(args: TrainerArgs, sharded_by: str | None) -> None:
-    """Refuse flags that rule out order-independent sums. Raises UserError.
-
-    Args:
-        sharded_by: "FSDP" or "DeepSpeed", which reduce gradients themselves; None without sharding.
-    """
+    """Refuse flags that rule out exact sums; `sharded_by` FSDP or DeepSpeed reduces by itself. Raises UserError."""
     how = args.reproducible
     if sharded_by and how == "elastic":
         raise UserError(
@@ -210,14 +195,7 @@ def check_exact(args: TrainerArgs, sharded_by: str | None) -> None:
 
 
 def check_buffers(model: nn.Module, how: str) -> None:
-    """Refuse BatchNorm under `--reproducible elastic`, because its running means depend on the worker.
-
-    Args:
-        how: value of `--reproducible`.
-
-    Raises:
-        UserError: the model has such buffers.
-    """
+    """Refuse BatchNorm under `--reproducible elastic`: its running means are a worker's. Raises UserError."""
     means = (name for name, module in model.named_modules() if getattr(module, "running_mean", None) is not None)
     if how == "elastic" and (name := next(means, None)) is not None:
         raise UserError(

@@ -37,11 +37,7 @@ _NEVER = 1 << 30  # backward passes: more than any step has
 
 
 class HorovodReduction(Reduction):
-    """Reduction by Horovod, which averages each gradient as soon as the last backward pass of a step has computed it.
-
-    Args:
-        as_fp16: send gradients between workers as fp16, after the last backward pass.
-    """
+    """Reduction by Horovod, of each gradient after its last backward pass in a step; as fp16 after all of them."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, as_fp16: bool, reproducible: list[Any]) -> None:
         super().__init__(hvd.size(), reproducible)
@@ -145,11 +141,7 @@ class HorovodBackend(Backend):
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Prepare model and optimizer for training over Horovod; see `Backend.setup`.
 
-        Args:
-            optimizer: None to evaluate only.
-
-        Raises:
-            UserError: a parameter is bfloat16, or Horovod already wraps the optimizer.
+        UserError for a bfloat16 parameter, or an optimizer that Horovod already wraps.
         """
         _check_supported(model, optimizer)
         check_whole(model, "Horovod")

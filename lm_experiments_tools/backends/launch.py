@@ -49,15 +49,10 @@ def cpu_asked(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def check_device(initialized: bool) -> None:
-    """Check that the GPUs suffice for what the launcher's environment asks for.
+    """Check that the GPUs suffice for what the launcher's environment asks for. Raises UserError.
 
-    FSDP and DeepSpeed need a GPU. Without CPU mode, each worker of this machine needs a GPU of its own.
-
-    Args:
-        initialized: True if an Accelerator exists already; then it has chosen a device.
-
-    Raises:
-        UserError: a GPU is missing, or both FSDP and DeepSpeed are asked for.
+    FSDP and DeepSpeed need a GPU. Without CPU mode, each worker of this machine needs a GPU of its own. An Accelerator
+    that exists already has chosen a device (`initialized`).
     """
     sharding, (count, _) = wanted_sharding(), wanted_processes()
     if initialized:
@@ -110,10 +105,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 
 def open_deepspeed_settings() -> None:
-    """Remove the DeepSpeed settings that `accelerate launch` puts into the environment by default.
-
-    `fill_config` sets them later from the training arguments. Raises UserError.
-    """
+    """Remove the DeepSpeed settings that `accelerate launch` sets by default, for `fill_config`. Raises UserError."""
     try:
         import deepspeed  # noqa: F401
     except ImportError as error:

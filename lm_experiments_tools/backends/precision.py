@@ -139,11 +139,9 @@ def get_precision(
     min_loss_scale: float | None = None,
     max_loss_scale: float | None = None,
 ) -> Precision:
-    """Create the precision that the flags select. Raises UserError.
+    """Create the precision that the flags select; limits of the fp16 loss scale may be None. Raises UserError.
 
-    Args:
-        apex_opt_lvl: optimization level of NVIDIA apex, O0 to O3; None does not use apex.
-        min_loss_scale, max_loss_scale: limits of the fp16 loss scale; None for no limit.
+    `apex_opt_lvl` is the optimization level of NVIDIA apex, O0 to O3; None does not use apex.
     """
     if fp16 and apex_opt_lvl:
         return ApexAmp(apex_opt_lvl, min_loss_scale, max_loss_scale)

@@ -36,8 +36,7 @@ Peers = Sequence[tuple[str, int]]  # (host, process) of each worker, by rank
 def meeting(seconds: float) -> Iterator[None]:
     """Context in which the workers of a job connect to each other (rendezvous).
 
-    Raises:
-        LostWorkerError: a worker is missing after `seconds`.
+    LostWorkerError if a worker is missing after `seconds`.
     """
     try:
         yield
@@ -54,10 +53,7 @@ def restarts_store() -> str | None:
     """Rendezvous URL for workers that torchrun has restarted (`--max-restarts`); None if torch's default works.
 
     torchrun's key-value store survives a restart and holds the old workers' addresses. The URL gives each restart keys
-    of its own.
-
-    Raises:
-        UserError: torchrun runs on several machines, where restarts are counted independently.
+    of its own. UserError for torchrun on several machines, where restarts are counted independently.
     """
     env = os.environ.get
     if env("TORCHELASTIC_USE_AGENT_STORE") != "True" or env("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
@@ -97,10 +93,7 @@ def host_group(world_size: int, device: torch.device, seconds: float) -> dist.Pr
 def last_to_report(key: str, value: Any) -> list[Any] | None:
     """Report a JSON value of this worker; the last one to report gets the values of all ranks, others None.
 
-    Nothing waits, so threads beside the training may call it.
-
-    Args:
-        key: name of the report, which every worker uses once.
+    Nothing waits, so threads beside the training may call it. Every worker uses a `key` once.
     """
     store, number = dist.PrefixStore(key, c10d._get_default_store()), dist.get_world_size()
     store.set(str(dist.get_rank()), json.dumps(value))
@@ -116,9 +109,6 @@ def leave_group(drop_wrapper: weakref.WeakMethod[Callable[[], None]]) -> None:
     """Destroy gloo groups at exit; without this a gloo thread may abort the process (pytorch issue 190489).
 
     NCCL groups stay. Nothing is destroyed after an error, or if the program still holds a DDP model.
-
-    Args:
-        drop_wrapper: weak reference to the method by which the backend drops its DDP wrapper.
     """
     # After an error the other workers may still wait in a collective.
     if not dist.is_initialized() or hasattr(sys, "last_value"):

@@ -22,12 +22,7 @@ _CARRIERS = {torch.bfloat16: torch.float16, torch.bool: torch.uint8}  # of the s
 
 
 def check_keys(state: dict[str, Tensor] | None, names: dict[str, Tensor]) -> None:
-    """Check that a state to load has the names and full shapes of the model's. Raises UserError.
-
-    Args:
-        state: state to load; None raises.
-        names: `saved_state` of the model, whose tensors may be shards.
-    """
+    """Check that a state has the names and full shapes of the model's `saved_state`. Raises UserError."""
     if state is None:
         raise UserError("no model state to load; the checkpoint holds no weights")
     shapes = {name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in names.items()}
@@ -49,12 +44,7 @@ def as_carrier(tensor: Tensor) -> Tensor:
 
 
 def put_back(carrier: Tensor, tensor: Tensor) -> None:
-    """Copy broadcast values into a tensor whose dtype cannot be broadcast itself.
-
-    Args:
-        carrier: `as_carrier(tensor)` after the broadcast.
-        tensor: gets the values; nothing is copied if both share memory.
-    """
+    """Copy the broadcast `as_carrier(tensor)` into the tensor; nothing is copied if both share memory."""
     if carrier.data_ptr() != tensor.data_ptr() or carrier.device != tensor.device:
         tensor.detach().copy_(carrier.view(tensor.dtype))
 
@@ -70,11 +60,8 @@ def load_optimizer_tree(
     """Load an optimizer state dict on every worker; collective.
 
     To save memory, the state of one parameter is sent at a time. Settings such as `fused` keep the optimizer's values.
-
-    Args:
-        tree: result of `torch.optim.Optimizer.state_dict`; None on ranks other than 0 unless `is_shared`.
-        place_state: f(parameter, full or sliced tensor of its state) -> this worker's tensor, for example a shard.
-        is_shared: every worker has the tree; otherwise rank 0 sends its own.
+    `place_state(parameter, saved tensor)` gives this worker's tensor, for example a shard. With `is_shared` every
+    worker has the tree; otherwise rank 0 sends its own.
     """
     is_main = workers.is_main
 
@@ -133,11 +120,7 @@ def send_as_fp16(world_size, bucket):
 
 
 def fp16_scales(largest: Tensor, world_size: int) -> Tensor:
-    """Powers of two that make the sums of all workers' gradients just fit into fp16.
-
-    Args:
-        largest: magnitudes of the largest elements on any worker, fp32.
-    """
+    """Powers of two by which sums of all workers' gradients of these largest magnitudes just fit into fp16."""
     available = 15 - math.ceil(math.log2(world_size))
     # largest < 2^exponent; inf and nan have an arbitrary exponent and stay what they are
     exponent = torch.frexp(largest).exponent.clamp(-100, 100)

@@ -33,11 +33,7 @@ def _is_flat(value: Any) -> bool:
 
 
 def take_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Copy the optimizer's parameter groups, then remove frozen and empty parameters from it, as DeepSpeed requires.
-
-    Returns:
-        The copies, with all parameters.
-    """
+    """Return copies of the parameter groups, and remove frozen and empty parameters, as DeepSpeed requires."""
     groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = list(_optimized(group["params"]).values())
@@ -53,10 +49,7 @@ def _optimized(parameters: list[Tensor]) -> dict[int, Tensor]:
 class UnshardedOptimizer:
     """View of a DeepSpeed ZeRO optimizer with the parameter groups and state that it would have without ZeRO.
 
-    Args:
-        zero: DeepSpeed's optimizer, of stage 1, 2 or 3.
-        groups: result of `take_groups`, called before DeepSpeed flattened the parameters.
-        device: device on which weights are gathered.
+    `groups` are those of `take_groups`, called before DeepSpeed flattened the parameters.
     """
 
     def __init__(self, zero: Any, groups: list[dict[str, Any]], device: torch.device) -> None:
@@ -71,10 +64,7 @@ class UnshardedOptimizer:
         return [{**(next(own) if optimized else group), "params": group["params"]} for group, optimized in pairs]
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state as `torch.optim.Optimizer.state_dict` would return it, in slices of this worker.
-
-        Slices are in fp32.
-        """
+        """The state as `torch.optim.Optimizer.state_dict` would return it, in fp32 slices of this worker."""
         state, groups, held_by = {}, [], self.zero.optimizer.state
         numbers, index = count(), count()
         for group, optimized in zip(self.param_groups, self._optimized, strict=True):
@@ -99,8 +89,7 @@ class UnshardedOptimizer:
     def cut(self, parameter: Tensor, value: Tensor | SlicedTensor) -> Tensor:
         """Select this worker's shard of a saved tensor of a parameter's state; a scalar is returned unchanged.
 
-        Raises:
-            ValueError: the tensor and the parameter differ in shape, or the parameter is frozen.
+        ValueError for another shape than the parameter's, or a frozen parameter.
         """
         if not value.shape:
             return value
@@ -152,11 +141,7 @@ class UnshardedOptimizer:
 
     @torch.no_grad()
     def put_weight(self, parameter: Tensor, full: Tensor) -> None:
-        """Overwrite the fp32 weight of a parameter.
-
-        Args:
-            full: the new weight, unsharded; every worker passes the same.
-        """
+        """Overwrite the fp32 weight of a parameter by an unsharded one, the same on every worker."""
         own = self._shard(parameter)
         vector = self._vectors()[own.vector].narrow(0, own.start, own.length)
         vector.copy_(full.flatten().narrow(0, own.offset, own.length))

@@ -60,15 +60,10 @@ def saved_names(model: PeftModel) -> dict[str, str]:
 def save_adapter(
     path: Path, model: PeftModel, state: dict[str, Tensor] | None = None, write: WriteTensors = write_now
 ) -> None:
-    """Write a model's adapter as adapter_config.json and adapter_model.safetensors.
+    """Write a model's adapter as adapter_config.json and adapter_model.safetensors into an existing folder.
 
-    A classifier's labels are written to label_names.json, which peft ignores.
-
-    Args:
-        path: existing folder.
-        state: {parameter name: value} of the trained parameters, if the model's own are sharded; None takes the
-            model's.
-        write: f(tensors, file), which writes the weights.
+    A classifier's labels are written to label_names.json, which peft ignores. `state` has the trained parameters if
+    the model's own are sharded; None takes the model's.
     """
     state = trained_parameters(model) if state is None else state
     config, base = model.peft_config[DEFAULT_ADAPTER], getattr(model, "base_fingerprint", None)

@@ -30,13 +30,9 @@ _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 
 
 def read_pickle(path: Path, *, allow_pickle: bool = False) -> Any:
-    """Load a weights file on the CPU with torch.load, by default without running code from the file.
+    """Load a weights file on the CPU with torch.load. Raises UserError.
 
-    Args:
-        allow_pickle: unpickle anything; this can run any code in the file.
-
-    Raises:
-        UserError: the file is corrupt, or holds objects other than tensors and numbers.
+    By default no code of the file is run, and other objects than tensors and numbers are refused.
     """
     try:
         if allow_pickle:
@@ -85,13 +81,9 @@ def strip_wrappers(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_old_training_state(path: Path, *, allow_pickle: bool = False) -> tuple[int, dict[str, Any] | None]:
-    """Read the step and the optimizer's state_dict from a checkpoint of t5-experiments.
+    """Read the step and the optimizer's state_dict from a checkpoint of t5-experiments. Raises UserError.
 
-    The checkpoint is a `.pth` file, or a folder of its accelerate trainer. Sources that hold only weights give (0,
-    None).
-
-    Raises:
-        UserError: see `read_pickle`.
+    It is a `.pth` file, or a folder of its accelerate trainer. Sources that hold only weights give (0, None).
     """
     # The accelerate trainer of t5-experiments saved a folder, with its step in trainer.pckl.
     if path.is_dir() and (path / "trainer.pckl").is_file():
@@ -111,11 +103,7 @@ def read_old_training_state(path: Path, *, allow_pickle: bool = False) -> tuple[
 def write_old_checkpoint(
     path: Path, weights: dict[str, Tensor], optimizer_state: dict[str, Any], step: int, epoch: int, metrics: dict
 ) -> None:
-    """Write a `model_N.pth` of t5-experiments atomically.
-
-    Args:
-        step: number of updates applied.
-    """
+    """Write a `model_N.pth` of t5-experiments atomically, of `step` applied updates."""
     content = {
         "model_state_dict": {name: tensor.detach().cpu() for name, tensor in weights.items()},
         "optimizer_state_dict": optimizer_state,
@@ -128,13 +116,10 @@ def write_old_checkpoint(
 
 
 def regrouped(optimizer_state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Convert a t5-experiments optimizer state to the parameter groups of `optimizer`.
+    """Convert a t5-experiments optimizer state to the parameter groups of `optimizer`. Raises UserError.
 
     t5-experiments numbers parameters by their position in its groups; a single group has the order of
     `model.parameters()`. Settings such as the learning rate are those of `optimizer`.
-
-    Raises:
-        UserError: the state belongs to other parameters, or to another optimizer.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups, own = optimizer_state["param_groups"], [group["params"] for group in optimizer.param_groups]

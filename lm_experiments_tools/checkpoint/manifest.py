@@ -80,11 +80,7 @@ def named_checkpoint(path: Path) -> Path:
 
 
 def list_files(directory: Path) -> dict[str, Path]:
-    """{posix relative name: path} of all files below `directory`. Symbolic links are listed but not followed.
-
-    Raises:
-        OSError: a directory cannot be listed.
-    """
+    """{posix relative name: path} of all files below `directory`. Symbolic links are listed but not followed."""
 
     def fail(error: OSError) -> NoReturn:
         raise error
@@ -126,15 +122,9 @@ def describe_files(directory: Path, paths: Iterable[Path]) -> dict[str, dict[str
 
 
 def build_manifest(files: dict[str, dict[str, Any]], step: int, is_best: bool, extra: dict[str, Any]) -> str:
-    """Build the manifest of a checkpoint as JSON text.
+    """Build the manifest of a checkpoint as JSON text, from results of `describe_files`.
 
     The entry `manifest_sha256` is the sha256 of the text itself, computed with zeros in its place.
-
-    Args:
-        files: results of `describe_files`.
-        step: number of the checkpoint's step.
-        is_best: True for the checkpoint with the best validation so far.
-        extra: further entries, such as the number of workers.
     """
     import torch
 
@@ -203,15 +193,9 @@ def verify(path: Path | str) -> None:
 def verify_model(folder: Path, names: Sequence[str] | None = None) -> None:
     """Check a model's folder before it is loaded: files match the manifest, and configurations name no code.
 
-    Without a manifest only the configurations are checked. Files may be missing unless they are in `names`, and
-    adapter_config.json may be edited. Repeated calls do not read the files again.
-
-    Args:
-        names: files that must exist; None: all listed ones but the training state.
-
-    Raises:
-        CheckpointDamaged: see `verify`.
-        UserError: see `check_untrusted`.
+    Without a manifest only the configurations are checked. Files may be missing unless they are in `names` (None: all
+    but the training state), and adapter_config.json may be edited. Repeated calls do not read the files again. Raises
+    CheckpointDamaged, and UserError as `check_untrusted`.
     """
     if os.path.lexists(folder / MANIFEST):
         _verify_listed(folder, names)
@@ -242,10 +226,7 @@ def _check_step(checkpoint: Path, manifest: dict[str, Any], step: int | None) ->
 def _check_files(
     checkpoint: Path, manifest: dict[str, Any], found: dict[str, Path], names: Sequence[str], editable: str = ""
 ) -> None:
-    """Compare the files `names` with the manifest; `found` are those of the directory. Raises CheckpointDamaged.
-
-    A file called `editable` may have other content, with a warning.
-    """
+    """Compare the files `names` with the manifest; one called `editable` may have other content, with a warning."""
     listed = manifest["files"]
     for name in names:
         if name not in listed:
@@ -280,12 +261,9 @@ def _reading(checkpoint: Path, name: str) -> Iterator[None]:
 
 # ---- untrusted folders ----------------------------------------------------------------------------------------------
 def check_untrusted(folder: Path) -> None:
-    """Refuse a model folder that refers to files outside of it or names code to run. A missing folder passes.
+    """Refuse a folder that refers to weights outside of it or to an attention kernel from the Hub. Raises UserError.
 
-    Import strings in a configuration are checked later, by `names.resolve_configured`.
-
-    Raises:
-        UserError: a weight file outside the folder, or an attention kernel from the Hub.
+    A missing folder passes. Import strings in a configuration are checked later, by `names.resolve_configured`.
     """
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     # The configuration may name an index in a subfolder.
@@ -301,11 +279,7 @@ def check_untrusted(folder: Path) -> None:
 
 
 def shards_of(index: Path) -> list[str]:
-    """Read which files the weights of a model are divided into, from its index file. Raises UserError.
-
-    Args:
-        index: JSON file such as model.safetensors.index.json; all files must be inside its folder.
-    """
+    """Read the files of a model from their index, JSON such as model.safetensors.index.json. Raises UserError."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise UserError(f"{index} is not an index of weight shards: copy the checkpoint again.")

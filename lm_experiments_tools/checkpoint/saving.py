@@ -112,15 +112,8 @@ class Saver:
         """Start to write a checkpoint of weights, optimizer and trainer state, then prune older ones.
 
         The method first waits until the previous checkpoint is complete. A checkpoint becomes visible only as a whole.
-
-        Args:
-            state: trainer state that is equal on all workers.
-            per_worker: state of this worker only, such as its random states.
-            is_best: True if the last validation was the best so far.
-
-        Raises:
-            RunError: this or the previous checkpoint cannot be written.
-            UserError: the state has objects that no checkpoint can hold.
+        `per_worker` is state of this worker only, such as its random states. RunError if this or the previous
+        checkpoint cannot be written, UserError for a state with objects that no checkpoint can hold.
         """
         self.wait()
         backend, writer, step = self.backend, self.writer, state.step
@@ -191,14 +184,10 @@ class Saver:
         self._write(step, lambda: write_index(path, list(names_of), sum(num_bytes)), only_main=True)
 
     def _complete(self, path: Path, step: int, files: WorkersFiles, own: set[Path], *, is_best: bool) -> str | None:
-        """Write this worker's postponed files. The last worker to finish commits the checkpoint.
+        """Write this worker's postponed files; the last worker to finish commits the checkpoint.
 
-        Args:
-            path: temporary folder of the checkpoint.
-            own: all files that this worker has written and is going to write.
-
-        Returns:
-            Message for the log if another worker commits.
+        `own` are all files that this worker has written and is going to write. Returns a message for the log if
+        another worker commits.
         """
         backend, writer, entries = self.backend, self.writer, None
         try:

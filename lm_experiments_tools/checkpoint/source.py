@@ -122,16 +122,9 @@ class Source:
 
 
 def real_names(id2label: Any, where: str) -> tuple[str, ...]:
-    """Read the label names of a classifier from `id2label` of a Hugging Face configuration, ordered by label number.
+    """Read a classifier's label names, by number, from `id2label` of a Hugging Face configuration. Raises UserError.
 
-    The default names LABEL_0, LABEL_1, ... give an empty result.
-
-    Args:
-        id2label: {label number: name}.
-        where: file of `id2label`, for the error message.
-
-    Raises:
-        UserError: `id2label` does not map numbers to names.
+    The default names LABEL_0, LABEL_1, ... give an empty result. `where` is the file, for the error message.
     """
     try:
         named = {int(number): str(name) for number, name in (id2label or {}).items()}
@@ -147,11 +140,7 @@ def real_names(id2label: Any, where: str) -> tuple[str, ...]:
 def find_source(name: str, flag: str = "--from_pretrained") -> Source:
     """Find the folder, weights file or Hub model called `name`; a run directory gives its best or last checkpoint.
 
-    Args:
-        flag: the flag that names the model, for error messages.
-
-    Raises:
-        UserError: there is no such source, or the Hub cannot be reached.
+    UserError, which names `flag`, if there is no such source, or the Hub cannot be reached.
     """
     path = or_replaced(Path(name))
     path = path if path.is_symlink() else named_checkpoint(path)
@@ -181,14 +170,9 @@ def hub_source(name: str, flag: str) -> Source:
 
 @cache
 def hub_folder(name: str, flag: str, files: tuple[str, ...]) -> Path:
-    """Download some files of a model on the Hugging Face Hub, and return their folder.
+    """Download the files of a model on the Hugging Face Hub that match patterns, and return their folder.
 
-    Args:
-        flag: the flag that names the model, for error messages.
-        files: patterns of the files' names.
-
-    Raises:
-        UserError: the Hub or the model cannot be reached.
+    UserError, which names `flag`, if the Hub or the model cannot be reached.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError

@@ -87,11 +87,7 @@ class TrainState:
         return self.consumed_samples + self.data_offset
 
     def go_on_from(self, loaded: TrainState, *, schedule: bool, step: bool) -> None:
-        """Adopt another run's step, and its progress in the learning-rate schedule.
-
-        Args:
-            schedule, step: False not to adopt it (`--reset_lr`, `--reset_iteration`).
-        """
+        """Adopt another run's step, and its progress in the learning-rate schedule, unless False (`--reset_...`)."""
         self.step = loaded.step if step else self.step
         into_schedule = loaded.step - loaded.schedule_start if schedule else 0
         # The start is negative where updates are counted from 0 and the schedule goes on.
@@ -102,8 +98,7 @@ class TrainState:
 def failures_located(state: TrainState, backend: Backend) -> Iterator[None]:
     """Context that adds the step at which training failed to every exception, as its attribute `step`.
 
-    Raises:
-        LostWorkerError: instead of the error of a collective, if another worker is lost; suspended ones are killed.
+    LostWorkerError replaces the error of a collective if another worker is lost; suspended ones are killed.
     """
     peers = backend.gather((platform.node(), os.getpid()))
     try:
@@ -122,11 +117,7 @@ def load_weights_for_all(
 ) -> LoadReport | None:
     """Load the weights in `source` on rank 0 and copy them to all workers; call it before `Backend.setup`.
 
-    Args:
-        resumes: `source` is this run's verified checkpoint, so all weights must match.
-
-    Returns:
-        Report of rank 0 on missing and unused weights.
+    All weights of this run's verified checkpoint (`resumes`) must match. The report is rank 0's.
     """
 
     def load() -> LoadReport:
@@ -143,16 +134,9 @@ def load_state(
 ) -> tuple[TrainState, dict[str, Any] | None]:
     """Load the trainer state of a checkpoint, and the state of optimizer and loss scaler into `backend`.
 
-    Args:
-        with_optimizer: False leaves the optimizer and the loss scaler unchanged.
-        initial: a new run starts from the checkpoint, so `--reproducible` may differ.
-        by_name: load optimizer state only for parameters with the same name and shape. The others start without.
-
-    Returns:
-        `TrainState`, and this worker's per-rank state, which is None if the number of workers has changed.
-
-    Raises:
-        UserError: the checkpoint is of another optimizer, or of another `--reproducible`.
+    A new run that starts from the checkpoint (`initial`) may have another `--reproducible`. `by_name` loads optimizer
+    state only for parameters with the same name and shape. Also returns this worker's per-rank state, which is None if
+    the number of workers has changed. UserError for a checkpoint of another optimizer or `--reproducible`.
     """
     tree = on_main(backend, lambda: load_tree(path / "trainer_state"))
     state, workers = _state(path, tree), tree["workers"]

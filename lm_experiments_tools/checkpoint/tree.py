@@ -45,13 +45,9 @@ def write_now(tensors: dict[str, Tensor], file: Path | str, metadata: dict[str, 
 
 
 class WorkersFiles:
-    """Safetensors files that this worker writes of a checkpoint, immediately or later, on the call of `write`.
+    """Safetensors files that this worker writes of a checkpoint, at once or, postponed, on the call of `write`.
 
-    Args:
-        is_postponed: True to keep the tensors in host memory until `write` is called.
-
-    Attributes:
-        written: the files, in the order of their writing.
+    Postponed tensors stay in host memory. `written` are the files, in the order of their writing.
     """
 
     def __init__(self, *, is_postponed: bool) -> None:
@@ -154,11 +150,7 @@ def save_tree(
 def load_tree(path_stem: Path | str, *, mapped: bool = False) -> Any:
     """Load the result of `save_tree`, with tensors on the CPU, and `SlicedTensor`s of the files of all workers.
 
-    Args:
-        mapped: leave tensors memory-mapped; the file must exist as long as they are used.
-
-    Raises:
-        UserError: a file is missing or corrupt.
+    Tensors may stay memory-mapped (`mapped`), as long as the file exists. UserError for a missing or corrupt file.
     """
     stem, advice = Path(path_stem), "restore the file or use an older checkpoint"
     json_file = Path(f"{stem}.json")

@@ -107,8 +107,7 @@ def save_model(
 def save_all_but_weights(path: Path, model: nn.Module, tokenizer_dir: Path | None) -> list[str]:
     """Write what `save_model` does, without weights.
 
-    Returns:
-        Names of the weights that belong into the files: those of the state dict, each tied weight once.
+    Returns the names of the weights that belong into the files: those of the state dict, each tied weight once.
     """
     names: list[str] = []
     shapes: dict[int, Tensor] = {}
@@ -126,12 +125,7 @@ def save_all_but_weights(path: Path, model: nn.Module, tokenizer_dir: Path | Non
 
 
 def write_index(path: Path, names: list[list[str]], num_bytes: int) -> None:
-    """Write Hugging Face's index of weights that workers have written.
-
-    Args:
-        names: of the weights in each worker's file.
-        num_bytes: of all weights.
-    """
+    """Write Hugging Face's index of weights that workers have written: `names` of each worker's file."""
     files = [sharded_name("model", rank, len(names)) for rank in range(len(names))]
     weight_map = {name: file for file, of_file in zip(files, names, strict=True) for name in of_file}
     index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
@@ -183,11 +177,7 @@ def _unshared(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def copy_tokenizer(source: Path, target: Path) -> bool:
-    """Copy the tokenizer files of a model, and the description of the task that it was fine-tuned for.
-
-    Returns:
-        False if there is no tokenizer.
-    """
+    """Copy a model's tokenizer and the description of its fine-tuning task; False if there is no tokenizer."""
     files = {file for pattern in _TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()}
     for file in files:
         shutil.copyfile(file, target / file.name)
@@ -228,13 +218,7 @@ def load_weights(
 def place_weights(
     model: nn.Module, weights: dict[str, Tensor], path: Path, *, allow_partial: bool | None = False
 ) -> LoadReport:
-    """Copy weights into a model, with the checks of `load_weights`.
-
-    Args:
-        weights: {name: tensor}, by the names of the model.
-        path: file or folder of the weights, for messages.
-        allow_partial: see `load_weights`.
-    """
+    """Copy weights, by the names of the model, into it, with the checks of `load_weights`; messages name `path`."""
     # All checks come before the first copy: a refused file leaves the model as it was.
     own, weights = model.state_dict(keep_vars=True), to_model_names(model, weights)
     report = _compare(model, own, weights, may_grow=allow_partial is not None)
@@ -318,10 +302,9 @@ def _identity(tensor: Tensor) -> tuple:
 
 
 def read_state(model: nn.Module, path: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
-    """Read the weights in `path` and convert them to the names of `model`.
+    """Read the weights in `path` and convert them to the names of `model.state_dict()`.
 
-    Returns:
-        Weights by the names of `model.state_dict()`. For a model with a PEFT adapter only the adapter's weights.
+    For a model with a PEFT adapter these are only the adapter's weights.
     """
     if is_adapted(model):
         return read_adapter(model, path)

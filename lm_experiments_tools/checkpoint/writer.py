@@ -85,8 +85,7 @@ class CheckpointWriter:
     def guarded(self, step: int, *, removes: bool = True) -> Iterator[None]:
         """Context that raises CheckpointWriteError after an error of the disk.
 
-        Args:
-            removes: remove the unfinished checkpoint then; False while other workers write to it.
+        The unfinished checkpoint is then removed, unless other workers write to it (`removes` False).
         """
         try:
             yield

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -88,7 +87,7 @@ class Adafactor(Float32StateOptimizer):
         sizes = self._update_sharded(sharded) if sharded else {}
         for parameters, group in work:
             step_sizes = [sizes[p] if p in sizes else self._update(p, group) for p in parameters]
-            if step_sizes and isinstance(step_sizes[0], Tensor):
+            if step_sizes and isinstance(step_sizes[0], Tensor) and not on_host(step_sizes[0]):
                 group["scaled_lr"] = torch.stack([size.to(step_sizes[0].device) for size in step_sizes]).mean()
             elif step_sizes:
                 group["scaled_lr"] = float(sum(step_sizes)) / len(step_sizes)
@@ -177,38 +176,25 @@ def _zeros(grad: Tensor, shape: torch.Size) -> Tensor:
     return replica(zeros, grad) if is_sharded(grad) else zeros
 
 
-def _scaled(step_size: float, norm: Tensor | np.float32, floor: float) -> Tensor | np.float32:
+def _scaled(step_size: float, norm: Tensor, floor: float) -> Tensor:
     """The step size times the root mean square of a parameter, or the floor of it, in fp32."""
-    if isinstance(norm, Tensor):
-        return norm.clamp(min=floor).mul_(step_size)
-    return np.maximum(norm, np.float32(floor)) * np.float32(step_size)
-
-
-def _clipped(step_size: Tensor | np.float32 | float, norm: Tensor | np.float32, threshold: float) -> Tensor:
-    """step_size / max(1, norm / threshold), 0-dim fp32."""
-    if isinstance(norm, Tensor):
-        return step_size / (norm / threshold).clamp_(min=1.0)
-    one = np.float32(1.0)
-    divisor = np.maximum(norm / np.float32(threshold), one)
-    # torch divides a number by a tensor as number * reciprocal; this gives the same bits
-    factor = step_size / divisor if isinstance(step_size, np.float32) else one / divisor * np.float32(step_size)
-    return torch.full((), float(factor), dtype=torch.float32)
+    return norm.clamp(min=floor).mul_(step_size)
 
 
 def _apply(
     weights: Tensor,
     update: Tensor,
-    step_size: Tensor | np.float32 | float,
-    norm: Tensor | np.float32,
+    step_size: Tensor | float,
+    norm: Tensor,
     group: dict,
     moment: Tensor | None,
     skip: Skip | None,
 ) -> None:
     """Subtract an update whose root mean square over the full parameter is `norm` from the (fp32) weights."""
-    factor = unless(skip, _clipped(step_size, norm, group["clip_threshold"]))
+    factor = unless(skip, step_size / (norm / group["clip_threshold"]).clamp_(min=1.0))
     if group["weight_decay"] != 0:
         shrink = 1.0 - group["weight_decay"] * step_size
-        weights.mul_(unless(skip, float(shrink) if isinstance(shrink, np.float32) else shrink, instead=1))
+        weights.mul_(unless(skip, shrink, instead=1))
     if moment is not None:
         with restored_if_skipped(skip, [weights, moment]):
             moment.mul_(group["beta1"])

@@ -182,10 +182,7 @@ def _polynomial_of_gram(gram: Tensor, num_steps: int) -> Tensor:
 def hidden_matrices_first(groups: list[dict], named_parameters: Iterable[tuple[str, Tensor]]) -> list[dict]:
     """Split each parameter group in two for Muon: matrices of numbered layers, marked `is_hidden`, and all others.
 
-    A numbered layer has a number in its parameters' names, as in `encoder.block.0. ...`.
-
-    Raises:
-        UserError: no matrix is in a numbered layer.
+    A numbered layer has a number in its parameters' names, as in `encoder.block.0. ...`. UserError if there is none.
     """
     hidden = {id(p) for name, p in named_parameters if p.ndim == 2 and _is_in_layer(name)}
     split = []

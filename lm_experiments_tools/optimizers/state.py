@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -55,11 +54,7 @@ class Float32StateOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Update every parameter that has a gradient; returns the closure's loss, if there is a closure.
-
-        Args:
-            closure: computes the loss and its gradients again; None uses the gradients that exist.
-        """
+        """Update every parameter that has a gradient; a closure computes gradients and the loss, which is returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -113,11 +108,7 @@ class Float32StateOptimizer(Optimizer):
 
     @abstractmethod
     def update(self, work: list[tuple[list[Tensor], dict]]) -> None:
-        """Apply the optimizer's update rule; subclasses define it.
-
-        Args:
-            work: (parameters with a gradient, their parameter group) pairs.
-        """
+        """Apply the optimizer's update rule to pairs of parameters with a gradient and their parameter group."""
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
@@ -133,10 +124,7 @@ class Float32StateOptimizer(Optimizer):
 
 
 def float32_of(weights: Tensor) -> Tensor:
-    """Copy fp16 or bf16 weights to fp32 for an update; other weights are returned unchanged.
-
-    `round_into` writes the result back.
-    """
+    """Copy fp16 or bf16 weights to fp32 for an update; `round_into` writes the result back."""
     return weights.float() if weights.dtype in _LOW_PRECISION else weights
 
 
@@ -147,20 +135,12 @@ def round_into(weights: Tensor, updated: Tensor) -> None:
 
 
 def unless(skip: Skip | None, value: Tensor | float, instead: int = 0) -> Tensor | float:
-    """Return `value`, or the number `instead` (0 or 1) if the optimizer step is skipped.
-
-    Args:
-        skip: the device's decision; None if steps are not skipped.
-    """
+    """Return `value`, or the number `instead` (0 or 1) if the device decides to skip the optimizer step."""
     return value if skip is None else torch.where(skip.here, skip.numbers[instead], value)
 
 
 def decay_into(moment: Tensor, value: Tensor, beta: float, skip: Skip | None) -> Tensor:
-    """Update an optimizer's running mean in place: moment = beta * moment + (1 - beta) * value. Returns it.
-
-    Args:
-        skip: the device's decision to skip this step, which leaves the mean unchanged; None if steps are not skipped.
-    """
+    """Update a running mean in place, unless the step is skipped: moment = beta * moment + (1 - beta) * value."""
     if skip is None:
         return moment.mul_(beta).add_(value, alpha=1.0 - beta)
     return torch.where(skip.here, moment, moment.mul(beta).add_(value, alpha=1.0 - beta), out=moment)
@@ -168,27 +148,16 @@ def decay_into(moment: Tensor, value: Tensor, beta: float, skip: Skip | None) ->
 
 @contextmanager
 def restored_if_skipped(skip: Skip | None, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Inside a `with` block, allow updates of tensors that are undone at its end if the optimizer step is skipped.
-
-    Args:
-        skip: the device's decision to skip this step; None if steps are not skipped.
-        tensors: tensors that get their earlier values back.
-    """
+    """Context whose updates of tensors are undone at its end if the device decides to skip this step."""
     before = [] if skip is None else [tensor.clone() for tensor in tensors]
     yield
     for tensor, saved in zip(tensors, before, strict=False):
         torch.where(skip.here, saved, tensor, out=tensor)
 
 
-def root_mean_square(tensor: Tensor) -> Tensor | np.float32:
-    """Root mean square sqrt(mean(x^2)) of a tensor x in fp32, 0-dim; for a CPU tensor a numpy scalar, which is faster.
-
-    The tensor must not be sharded.
-    """
-    norm = torch.linalg.vector_norm(tensor, dtype=torch.float32)
-    if on_host(norm):
-        return np.float32(norm.item()) / np.float32(tensor.numel() ** 0.5)
-    return norm / tensor.numel() ** 0.5
+def root_mean_square(tensor: Tensor) -> Tensor:
+    """Root mean square sqrt(mean(x^2)) of a tensor x that is not sharded, in fp32, 0-dim."""
+    return torch.linalg.vector_norm(tensor, dtype=torch.float32) / tensor.numel() ** 0.5
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -207,14 +176,9 @@ def on_host(tensor: Tensor) -> bool:
 
 
 def sums_over_slices(tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
-    """Sum tensors over the ranks that shard a parameter (DTensor), in one collective per device mesh.
+    """Sum tensors over the ranks that shard parameters (DTensors), in one collective per device mesh.
 
-    Args:
-        tensors: the sharded parameters (DTensors).
-        parts: for each of them, an fp32 tensor computed from this rank's shard; it is overwritten.
-
-    Returns:
-        The sums, equal on all ranks.
+    `parts` are fp32 tensors computed from this rank's shards, which are overwritten. The sums are equal on all ranks.
     """
     kinds: dict[tuple, list[int]] = {}
     for i, tensor in enumerate(tensors):

@@ -59,30 +59,22 @@ class BatchStream:
 
     @property
     def fingerprint(self) -> str | None:
-        """Hash of the training data and its order, which tells if a resumed run reads the same data.
-
-        None if the loader has no such hash.
-        """
+        """Hash of the training data and its order; a resumed run must read the same. None if the loader has none."""
         return getattr(self.loader, "fingerprint", None)
 
     @property
     def order(self) -> str | None:
         """Hash of only the order in which rows of the token files are read; None if the loader has none.
 
-        Runs with different training objectives have the same hash if they read the same rows in the same order.
+        Other objectives have the same hash if they read the same rows in the same order.
         """
         return getattr(getattr(self.loader, "dataset", None), "order", None)
 
     def seek(self, run: TrainState, state: Mapping[str, Any] | None, order: str | None = None) -> None:
-        """Continue the iteration at the position in the data that a checkpoint has saved.
+        """Continue the iteration at the position in the data that a checkpoint has saved. Raises UserError.
 
-        Args:
-            run: state of the saved run: samples consumed over all workers, and its data's fingerprint.
-            state: this worker's saved `state_dict`; None if the number of workers has changed.
-            order: hash `order` of the saved run, given if a new run skips the rows that it used (`--skip_used_data`).
-
-        Raises:
-            UserError: the data has changed, or the loader needs `state`.
+        `state` is this worker's saved `state_dict`; None if the number of workers has changed. `order` is the property
+        of the saved run, given if a new run skips the rows that it used (`--skip_used_data`).
         """
         fingerprint, same_rows = run.data_fingerprint, order is not None and order == self.order
         if not same_rows and fingerprint != self.fingerprint:
@@ -237,8 +229,7 @@ def sampler_of(loader: Any) -> Any:
 def is_split(loader: Any) -> bool:
     """True if a loader declares that it yields only this worker's part of the data.
 
-    Loaders that Accelerate has prepared do so, and those with the attribute `world_size`, or with a sampler or batch
-    sampler that has `num_replicas`, as torch's `DistributedSampler`.
+    Accelerate's loaders do, those with `world_size`, and those with a sampler or batch sampler with `num_replicas`.
     """
     samplers = sampler_of(loader), getattr(loader, "batch_sampler", None)
     is_declared = hasattr(loader, "world_size") or any(hasattr(sampler, "num_replicas") for sampler in samplers)

@@ -42,13 +42,9 @@ def check_parts(args: TrainerArgs, model: nn.Module, optimizer: Optimizer | None
 
 
 def check_loss(args: TrainerArgs, backend: Backend, model: nn.Module, targets: Targets) -> None:
-    """Log what a loss is assumed to be a mean over, and refuse one that cannot be computed in parts.
+    """Log what a loss is assumed to be a mean over.
 
-    Args:
-        targets: result of `targets_of`.
-
-    Raises:
-        UserError: a loss over whole batches, and steps of several micro-batches or workers.
+    UserError for a loss over whole batches, and steps of several micro-batches or workers.
     """
     parts, name = args.gradient_accumulation_steps * args.virtual_size(backend.world_size), type(model).__name__
     if targets.mean_over == "batch" and parts > 1 and not args.split_in_batch_loss:

@@ -52,11 +52,9 @@ def distilled(
 
 
 def divergence_from(teacher: Tensor, student: Tensor, labels: Tensor) -> Tensor:
-    """Mean KL(teacher || student) over labels other than -100; a label where it is NaN counts as 0.
+    """Mean KL(teacher || student) over labels [batch, labels] other than -100; a label where it is NaN counts as 0.
 
-    Args:
-        teacher, student: logits [batch, labels, vocabulary].
-        labels: [batch, labels].
+    Both logits are [batch, labels, vocabulary].
     """
     valid = labels != IGNORED_LABEL
     known = valid & ~teacher[..., 0].isnan()
@@ -71,13 +69,9 @@ def logits_of(outputs: Mapping[str, Any]) -> Tensor:
 
 
 def predictor(teacher: nn.Module, teacher_kind: str | None, student_kind: str) -> Predict:
-    """Build the function that predicts the student's labels with the teacher.
+    """Build the function that predicts the student's labels with the teacher. Raises UserError.
 
-    Args:
-        teacher_kind, student_kind: "encoder", "decoder" or "encoder-decoder".
-
-    Raises:
-        UserError: the teacher cannot predict labels of such a student.
+    Kinds are "encoder", "decoder" and "encoder-decoder".
     """
     if teacher_kind == student_kind != "decoder":
         names = forward_names(teacher) - ({"labels"} if student_kind == "encoder" else set())

@@ -128,13 +128,9 @@ class FlopMeter:
         self._backend, self.peak = backend, peak
 
     def add(self, micro_batches: Sequence[MicroBatch], forward_kwargs: Mapping[str, Any]) -> float:
-        """Add the FLOPs of a step's micro-batches to the count. The first call runs an extra forward pass; collective.
+        """Add the FLOPs of a step's micro-batches to the count; returns the seconds of the extra forward pass.
 
-        Args:
-            forward_kwargs: keyword arguments of every forward pass.
-
-        Returns:
-            Seconds that the extra forward pass took.
+        The first call runs this pass; collective.
         """
         started = time.perf_counter()
         if self._per_token is None:

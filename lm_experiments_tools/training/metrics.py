@@ -63,12 +63,10 @@ class MetricSums:
         return bool(self.sums)
 
     def add(self, values: Mapping[str, Any], weight: float) -> None:
-        """Add the metrics of one micro-batch.
+        """Add the metrics of one micro-batch, {name: mean over it, or (sum, count)}.
 
-        Args:
-            values: {name: mean over the micro-batch, or (sum, count)}.
-            weight: number of valid target tokens, or of rows if the batch has no labels. At 0 only (sum, count) pairs
-                are added.
+        The weight is the number of valid target tokens, or of rows if the batch has no labels. At 0 only pairs are
+        added.
         """
         pairs = {}
         for name, value in values.items():
@@ -127,10 +125,7 @@ def _on_grid(value: Tensor | float) -> Tensor | float:
 
 
 def storable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert metrics to values that a checkpoint can store.
-
-    Numbers become Python's (NaN stays), other values JSON or text.
-    """
+    """Convert metrics to values that a checkpoint can store: numbers of Python (NaN stays), JSON or text."""
     plain = {name: value.item() if getattr(value, "ndim", None) == 0 else value for name, value in values.items()}
     return {name: float(v) if isinstance(v, float) else to_jsonable(v) for name, v in plain.items()}
 
@@ -181,10 +176,7 @@ class AccumulatedOutputs:
         return _joined(every) if backend.is_main else {}
 
     def reduce(self, backend: Backend) -> dict[str, float]:
-        """Compute the user's metrics on rank 0 over the outputs of all workers, and clear these; collective.
-
-        Without outputs, such as those of a training interval of which only generated text is selected, there are none.
-        """
+        """Compute the user's metrics on rank 0 over the outputs of all workers, and clear these; collective."""
         if self.metrics is None:
             return {}
         # `add` copies asynchronously from a GPU.
@@ -235,10 +227,7 @@ class LoggingInterval:
             self.steps += 1
 
     def means(self, device: torch.device) -> dict[str, float]:
-        """Compute the means for the log line, and this worker's largest memory.
-
-        They are equal on all workers, except for times and memory.
-        """
+        """Compute the means for the log line, equal on all workers, and this worker's times and largest memory."""
         steps, seconds = max(self.steps, 1), max(self.seconds, 1e-9)
         return {
             "gradients_global_norm": self.grad_norm_sum / steps,

@@ -69,10 +69,7 @@ class MicroBatch:
     tokens: int = 0
 
     def is_padding(self) -> bool:
-        """True if the micro-batch has nothing to count: no label is valid, and no row is to be predicted.
-
-        A row is to be predicted if the batch has an entry `example` with a number of at least 0 for the row.
-        """
+        """True if no label is valid, and no row is to be predicted, by a number of at least 0 in `example`."""
         numbers = self.batch.get("example")
         return not any(self.weights.values()) and not (isinstance(numbers, Tensor) and bool((numbers >= 0).any()))
 
@@ -82,10 +79,7 @@ class MicroBatch:
         return MicroBatch(self.inputs, batch, dict.fromkeys(self.weights, 0)).with_a_label()
 
     def with_a_label(self) -> MicroBatch:
-        """Copy a micro-batch without valid labels, and make one label valid at weight 0.
-
-        A mean over no labels would be NaN.
-        """
+        """Copy a micro-batch without valid labels, with one at weight 0: a mean over no labels would be NaN."""
         inputs = dict(self.inputs)
         for name in (name for name, weight in self.weights.items() if weight == 0 and name in inputs):
             inputs[name] = inputs[name].clone()
@@ -101,9 +95,6 @@ class MicroBatch:
 
         The flat indices of these labels are added as `label_positions`. The micro-batch is unchanged if more than
         `most` labels are valid, or if there are no more than `most` labels.
-
-        Args:
-            most: number of labels to keep.
         """
         labels = self.inputs["labels"].flatten()
         if not self.weights["labels"] <= most < len(labels):
@@ -152,11 +143,7 @@ def split_batch(
         has_decoder: labels are a second sequence, whose tokens are counted too.
         label_names: entries whose valid labels are counted.
         trim_to: cut columns that are padding in all rows, to a width that is a multiple of this.
-        targets: rule for which `labels` are valid.
         token_bytes: int64 [vocabulary], UTF-8 bytes of each token, to count the bytes of valid `labels`.
-
-    Raises:
-        UserError: the batch has no rows, or entries of different lengths.
     """
     tensors, num_rows = _checked(batch, names)
     # What is counted is read here, on the host, so that counting never waits for the device.
@@ -209,8 +196,7 @@ def _checked(batch: Mapping[str, Any], names: set[str]) -> tuple[dict[str, Tenso
 def to_device(values: Tensor, device: torch.device, is_ids: bool = False) -> Tensor:
     """Copy a tensor to a device, asynchronously to a GPU.
 
-    Args:
-        is_ids: True for int64 values that fit into int32. They are sent to a GPU as int32, which halves the traffic.
+    `is_ids` says that int64 values fit into int32: they are sent to a GPU as int32, which halves the traffic.
     """
     if device.type != "cuda" or values.device.type != "cpu" or values.is_pinned():
         return values.to(device, non_blocking=True)
@@ -220,18 +206,10 @@ def to_device(values: Tensor, device: torch.device, is_ids: bool = False) -> Ten
 
 
 def used_widths(rows: Mapping[str, Tensor], multiple: int, has_decoder: bool) -> dict[str, int]:
-    """Find the widths to which the entries of a micro-batch can be cut, because all further columns are padding.
+    """Find the widths {name: columns} to which entries can be cut, because all further columns are padding.
 
     `attention_mask` shows the padding of inputs, together with `labels` unless there is a decoder. `labels` show the
-    padding of a decoder's entries.
-
-    Args:
-        rows: {name: entry [rows, columns, ...]}.
-        multiple: widths are rounded up to a multiple of this.
-        has_decoder: labels are the sequence of a decoder.
-
-    Returns:
-        {name: width} of the entries to cut.
+    padding of a decoder's entries. Widths are rounded up to a `multiple`.
     """
     labels = rows.get("labels")
     mask = rows.get("attention_mask")
@@ -262,10 +240,6 @@ def used_widths(rows: Mapping[str, Tensor], multiple: int, has_decoder: bool) ->
 class BatchSplitter:
     """Splits the batches of a training loop into micro-batches, and counts their valid labels and tokens.
 
-    Args:
-        targets: rule for which labels are valid.
-        transform: f(batch) -> batch with the model's argument names; None changes nothing.
-
     Attributes:
         names: arguments of the model's forward.
         is_repeatable: a batch that is split again gives the same; a user's transform may draw random numbers.
@@ -288,12 +262,10 @@ class BatchSplitter:
     def __call__(
         self, batch: Any, batch_size: int, num_counted: Callable[[int], int] | None = None
     ) -> list[MicroBatch]:
-        """Split this worker's batch; one label is valid, at weight 0, in micro-batches without any.
+        """Split this worker's batch into micro-batches of at most `batch_size` rows; None if its data has ended.
 
-        Args:
-            batch: None if this worker's data has ended.
-            batch_size: maximum rows of a micro-batch.
-            num_counted: f(rows) -> number of leading rows that count; the others repeat rows of another worker.
+        One label is valid, at weight 0, in micro-batches without any. `num_counted(rows)` is the number of leading
+        rows that count; the others repeat rows of another worker.
         """
         if batch is None:
             return []
@@ -322,10 +294,7 @@ class BatchSplitter:
         return [m if all(m.weights.values()) else m.with_a_label() for m in found]
 
     def _names(self, batch: Mapping[str, Any]) -> set[str]:
-        """Entries of a batch that forward takes: those it names; for a user's `**kwargs` all but lists and dicts.
-
-        Other tensors are named in the log once.
-        """
+        """Entries of a batch that forward takes: those it names; for a user's `**kwargs` all but lists and dicts."""
         names = self.names
         if self.takes_any_name:
             others = batch.keys() - _READ_ELSEWHERE

@@ -21,12 +21,9 @@ _MOST_NAMES = 5
 
 
 def report_skipped(step: int, names: Sequence[str], backend: Backend, module: str | None, *, is_watched: bool) -> None:
-    """Log what was not finite in a skipped step; collective if `is_watched`.
+    """Log what was not finite in a skipped step; collective if modules' outputs are checked (`is_watched`).
 
-    Args:
-        names: this worker's parameters whose gradient is not finite.
-        module: description of this worker's first module with a non-finite output; None if there is none.
-        is_watched: False if modules' outputs are not checked.
+    `names` are this worker's parameters whose gradient is not finite, `module` describes its first such output.
     """
     if names:
         logger.warning("step %d: parameters whose gradient norm is not finite: %s", step, names_line(names))
@@ -48,7 +45,7 @@ def names_line(names: Sequence[str]) -> str:
 class OutputWatch:
     """Context in which hooks on all modules note the first output that is not finite (`--debug_non_finite`).
 
-    Each module's output is checked, which waits for the device. Forward passes without gradients are not checked.
+    Each check waits for the device. Forward passes without gradients are not checked.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -40,15 +40,9 @@ class Phase:
 
 
 def data_start(args: Any, state: TrainState, stream: BatchStream) -> tuple[int, str]:
-    """Choose the position in the training data at which a phase starts to read.
+    """Choose the position in the training data, in samples over all workers, at which a phase starts to read.
 
-    Args:
-        args: arguments of the phase.
-        state: trainer state at the end of the previous phase.
-        stream: training data of the phase.
-
-    Returns:
-        Position in samples over all workers, and the reason, for the log.
+    `state` is that of the end of the previous phase. Also returns the reason, for the log.
     """
     facts, position = state.facts, state.data_position()
     if stream.fingerprint == state.data_fingerprint or (state.data_order and stream.order == state.data_order):

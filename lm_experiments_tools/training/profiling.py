@@ -58,11 +58,7 @@ class ProfileCallback:
 
 
 def profile_callback(args: TrainerArgs, step: int, backend: Backend) -> ProfileCallback | None:
-    """Create the callback of `--profile`; None without the flag.
-
-    Args:
-        step: optimizer steps applied before the training starts.
-    """
+    """Create the callback of `--profile`, in a run that starts after `step` updates; None without the flag."""
     number = args.profiled_steps()
     if number is None or args.validate_only or step >= args.iters:
         return None

@@ -72,11 +72,8 @@ class Start:
 class Restorer:
     """Restores a run from checkpoints into its model, optimizer, data stream and schedule.
 
-    Attributes:
-        saver: knows which checkpoints are this run's own.
-        stream: training data; None to validate only.
-        valid_data: identity of the validation data, see `data_identity`.
-        phase: the phase of the run that `args` belong to; None for a run without phases.
+    The saver knows which checkpoints are this run's own; `valid_data` is a `data_identity`. There is no stream to
+    validate only, and no phase in a run without phases.
     """
 
     args: TrainerArgs
@@ -126,12 +123,7 @@ class Restorer:
         return start
 
     def _resume(self, path: Path, facts: Mapping[str, Any]) -> Start:
-        """Restore weights, optimizer and trainer state from a checkpoint of the same run.
-
-        Args:
-            path: folder of the checkpoint.
-            facts: result of `run_facts` for this start, compared with the checkpoint's.
-        """
+        """Restore weights, optimizer and trainer state from a checkpoint of the same run, after comparing facts."""
         state, per_rank = load_state(path, self.backend)
         self._check_facts(state, path, facts)
         self.learning_rate.resume(state.plateau)
@@ -154,10 +146,8 @@ class Restorer:
     def _begins(self, path: Path, facts: Mapping[str, Any]) -> bool:
         """True if this phase begins at a checkpoint: that of the phase before, or of the run that it branches from.
 
-        A branch with the settings of its trunk continues the trunk's phase.
-
-        Raises:
-            UserError: a branch changes what no phase can, or the phases before this one have other lengths now.
+        A branch with the settings of its trunk continues the trunk's phase. UserError for a branch that changes what
+        no phase can, and if the phases before this one have other lengths now.
         """
         phase, state = self.phase, on_main(self.backend, lambda: read_state_file(path))
         if path != phase.branch:
@@ -182,8 +172,7 @@ class Restorer:
     def _begin_phase(self, path: Path) -> Start:
         """Start a phase from the previous phase's last checkpoint, or a branch from a checkpoint of another run.
 
-        The optimizer's state is kept for parameters of the same name. Schedule, patience and drops of the learning
-        rate start anew.
+        The optimizer's state is kept for parameters of the same name. Schedule, patience and drops start anew.
         """
         state, per_rank = load_state(path, self.backend, by_name=True)
         position, reason = data_start(self.args, state, self.stream)
@@ -237,8 +226,7 @@ class Restorer:
     def _check_facts(self, state: TrainState, path: Path, now: Mapping[str, Any]) -> None:
         """Compare a loaded checkpoint with this start; the schedule keeps its length.
 
-        Raises:
-            UserError: facts differ, and the checkpoint was not named by `--resume PATH`, which only logs what differs.
+        UserError for facts that differ, unless `--resume PATH` named the checkpoint, which only logs them.
         """
         resumes, differing = self.args.resume_path() is not None, differences(state.facts, now)
         # The data may have moved: its fingerprint is compared when the loader's position is restored.
@@ -271,16 +259,9 @@ class Restorer:
 
 # ---- facts that a restart compares ----------------------------------------------------------------------------------
 def run_facts(args: TrainerArgs, world_size: int, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Collect the facts about a run that a restart compares with those in the checkpoint.
+    """Collect what a restart compares with the checkpoint, as JSON: settings, model configuration, optimizer settings.
 
-    These are settings, model configuration and optimizer settings.
-
-    Args:
-        world_size: number of workers, or of virtual ranks with `--reproducible elastic`.
-        model: as built, before a backend wraps it.
-
-    Returns:
-        {name: JSON value}.
+    The model is as built, before a backend wraps it. `world_size` counts virtual ranks with `--reproducible elastic`.
     """
     # data_path may differ after a restart, but is recorded: a phase with other data reads them from their beginning.
     harmless = harmless_flags(type(args)) - {"data_path"}

@@ -30,13 +30,9 @@ if TYPE_CHECKING:
 
 
 def with_run_directory(args: ExperimentArgs, backend: Backend, script: str) -> ExperimentArgs:
-    """Replace `--model_path auto` by a new folder, the same on all workers; collective.
+    """Replace `--model_path auto` by a new folder runs/SCRIPT-DATE below `--working_dir`, the same on all workers.
 
-    Args:
-        script: the folder is runs/SCRIPT-DATE below `--working_dir`.
-
-    Raises:
-        UserError: the folder cannot be made, or a restart of the job would not find it.
+    Collective. UserError if the folder cannot be made, or a restart of the job would not find it.
     """
     if args.model_path != AUTO:
         return args
@@ -68,13 +64,9 @@ def _make_folder(root: str, script: str) -> str:
 
 
 def claim_for_all(args: TrainerArgs, backend: Backend, *, once_more: bool = False) -> RunDirectory | None:
-    """Lock and return the run directory on rank 0; other ranks get None; collective.
+    """Lock and return the run directory on rank 0; other ranks get None; collective. Raises UserError.
 
-    Args:
-        once_more: the run has been compared with its recorded settings before; do not log the differences again.
-
-    Raises:
-        UserError: the directory holds a run with other settings or a running one, or must be shared and is not.
+    With `once_more` the run has been compared with its recorded settings before: differences are not logged again.
     """
     # An elastic job changes its number of workers, and with it the global batch; its other settings stay.
     is_elastic = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0

@@ -293,11 +293,7 @@ class LearningRate:
     def keep_length(self, state: TrainState) -> str | None:
         """Keep the checkpoint's schedule length if `--iters` has changed; `--num_training_steps` overrides it.
 
-        Args:
-            state: trainer state of the checkpoint.
-
-        Returns:
-            Log message about the two lengths; None if they are equal, the schedule has no end, or no step is left.
+        Returns a log message about the two lengths; None if they are equal, or there is no end or no step left.
         """
         args, then, now = self._args, state.schedule_steps, self.length
         is_endless = args.lr_scheduler in _ENDLESS and args.warmup_ratio is None
@@ -309,16 +305,9 @@ class LearningRate:
         return f"the learning-rate schedule is {now} updates long, and no longer {then}"
 
     def check_end(self, state: TrainState) -> str | None:
-        """Check that the schedule does not end at 0 before the run ends.
+        """Return a warning for a schedule that ends at 0 before `--iters`.
 
-        Args:
-            state: trainer state before the first update of this start.
-
-        Returns:
-            Warning for a schedule that will end at 0 before `--iters`.
-
-        Raises:
-            UserError: it has ended already, so all updates would change nothing.
+        UserError if it has ended before the first update of this start, so that all updates would change nothing.
         """
         args, done = self._args, state.step - state.schedule_start
         length = args.iters - state.schedule_start
@@ -340,11 +329,7 @@ class LearningRate:
             self.plateau.load_state_dict(plateau)
 
     def set(self, optimizer: Optimizer, step: int) -> None:
-        """Set the learning rate of each parameter group for one update.
-
-        Args:
-            step: number of the update, counted from the start of the schedule.
-        """
+        """Set the learning rate of each group for an update, numbered from the start of the schedule."""
         factor = 1.0 if self.schedule is None else self.schedule(step)
         if self.plateau is not None:
             factor *= self.plateau.multiplier

@@ -26,13 +26,8 @@ class StopSignals:
     """Context that records each of `exits.STOP_SIGNALS`, so that training can stop at the end of a step.
 
     A second SIGINT interrupts immediately. Under torchrun or accelerate launch, a dead parent process counts as
-    SIGTERM. Signals of batch systems that the user's program handles, or nohup ignores, are left alone.
-
-    Args:
-        saves: the run saves a checkpoint when it stops, which the log says.
-
-    Attributes:
-        agreed: signal number that any worker received, known to all after `agree`; 0 for none.
+    SIGTERM. Signals of batch systems that the user's program handles, or nohup ignores, are left alone. `agreed` is
+    the number of a signal that any worker received, known to all after `agree`; 0 for none.
     """
 
     def __init__(self, *, saves: bool = True) -> None:
@@ -58,11 +53,7 @@ class StopSignals:
         return list(self._noted)
 
     def agree(self, totals: Sequence[int]) -> None:
-        """Record which signals any worker received, so that all workers stop at the same step.
-
-        Args:
-            totals: sum of `pending` over all workers.
-        """
+        """Record which signals any worker received (the sum of `pending`), so that all stop at the same step."""
         for number, count in zip(STOP_SIGNALS, totals, strict=True):
             if count and not self.agreed:
                 self.agreed = int(number)

@@ -31,13 +31,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a training loop runs.
+    """What a training loop runs; None where flags, or a device of unknown peak, leave a part out.
 
-    Attributes:
-        stream: training batches; None to validate only.
-        meter: measures FLOP utilization; None where the device's peak is unknown.
-        watch: finds non-finite outputs of modules; None without `--debug_non_finite`.
-        first, last: callbacks of flags that run before and after all others.
+    `first` and `last` are callbacks of flags that run before and after all others.
     """
 
     stream: BatchStream | None

@@ -65,12 +65,8 @@ class Step:
     def count(self, micro_batches: Sequence[MicroBatch], failed: bool = False, save: bool = False) -> GlobalCounts:
         """Add up the counts of a step and the pending signals over all workers.
 
-        This is the only collective of a step besides the gradients'.
-
-        Args:
-            micro_batches: those of this worker.
-            failed: this worker could not write a checkpoint.
-            save: it is time for a checkpoint; True on one worker at most.
+        This is the only collective of a step besides the gradients'. `failed`: this worker could not write a
+        checkpoint. `save`: it is time for a checkpoint; True on one worker at most.
         """
         rank, world_size = self.backend.rank, self.backend.world_size
         weights = [sum(micro_batch.weights[name] for micro_batch in micro_batches) for name in self._names]
@@ -89,12 +85,8 @@ class Step:
     ) -> tuple[MetricSums, float]:
         """Leave the gradient of the step's loss in the parameters, summed over all workers' micro-batches.
 
-        Args:
-            collector: collects the model's outputs.
-            position: samples consumed before this step, which seed dropout under `--reproducible`.
-
-        Returns:
-            Losses and metrics of this worker's micro-batches, and a factor that the gradient lacks.
+        `position`, the samples consumed before this step, seeds dropout under `--reproducible`. Returns losses and
+        metrics of this worker's micro-batches, and a factor that the gradient lacks.
         """
         backend, loss, weights, is_exact = self.backend, self.loss, counts.weights, self.backend.reduction.is_exact
         if self._num_empty is not None:

@@ -248,7 +248,9 @@ class TrainingLoop:
         started, args, backend, step = time.perf_counter(), self.args, self.backend, self.step
         # Reductions and shards are those of the parameters that were trained at the start.
         if [parameter.requires_grad for parameter in self._parameters] != self._trained:
-            raise UserError("parameters were frozen or unfrozen during training: use --phases, or train again")
+            raise UserError(
+                "parameters were frozen or unfrozen after the trainer was made: do so before, or use --phases"
+            )
         micro_batches = step.split(batch, args.batch_size)
         # The workers' clocks differ, so rank 0 decides for all whether the last checkpoint is too old.
         is_old = self._saves_by_time and time.monotonic() - self._last_save >= SAVE_SECONDS
@@ -283,8 +285,7 @@ class TrainingLoop:
     def _finalize_step(self) -> StepInfo | None:
         """Add the last step, applied or skipped, to the state and metrics, unless that has been done.
 
-        Raises:
-            TrainingDiverged: it is the last of `args.max_skipped_updates` in a row that were skipped.
+        TrainingDiverged if it is the last of `args.max_skipped_updates` in a row that were skipped.
         """
         step, self._in_flight = self._in_flight, None
         if step is None:

@@ -34,13 +34,9 @@ _LENGTHS = {"max_length", "max_new_tokens"}
 def validate(
     step: Step, dataloader: Iterable, split: str, collector: Collector, generate_kwargs: Mapping[str, Any]
 ) -> dict[str, float] | None:
-    """Compute metrics over `dataloader` on all workers; returns None if a signal stopped the validation.
+    """Compute metrics over this worker's batches on all workers; None if a signal stopped the validation.
 
-    Args:
-        dataloader: batches of this worker.
-        split: name of the data in logs, such as "valid".
-        collector: collects the model's outputs.
-        generate_kwargs: passed to `generate` with `--use_generate_on_valid`.
+    `split` names the data in logs. `generate_kwargs` are passed to `generate` with `--use_generate_on_valid`.
     """
     backend, loss, args = step.backend, step.loss, step.args
     backend.model.eval()
@@ -65,12 +61,9 @@ def validate(
 
 
 def evaluation_micro_batches(step: Step, dataloader: Iterable, split: str) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of each validation batch.
+    """Yield the micro-batches of each validation batch. UserError if a worker has no batch at all.
 
     A worker whose data has ended yields padding micro-batches of weight 0.
-
-    Raises:
-        UserError: a worker has no batch at all.
     """
     backend, last = step.backend, None
     total = length_hint(dataloader) or None
@@ -111,11 +104,10 @@ def warn_of_unsplit_validation(dataloader: Iterable, split: str, backend: Backen
 
 
 def counted(dataloader: Iterable, backend: Backend) -> Iterator[tuple[Any, NumCounted]]:
-    """Yield the batches of a data loader, each with a function that tells how many of its rows count in metrics.
+    """Yield the batches of a data loader, each with a function: rows in the batch -> leading rows that count.
 
-    The function maps the number of rows in the batch to the number of leading rows that count. Rows that torch's
-    `DistributedSampler` or Accelerate's loaders repeat do not count. Of a loader that is not split over the workers
-    (`is_split`) only rank 0's rows count.
+    Rows that torch's `DistributedSampler` or Accelerate's loaders repeat do not count. Of a loader that is not split
+    over the workers (`is_split`) only rank 0's rows count.
     """
     sampler = sampler_of(dataloader)
     if hasattr(dataloader, "end_of_dataloader"):
@@ -167,13 +159,10 @@ def generate(
     An encoder-decoder reads `input_ids`. A decoder reads `prompt_ids` and `prompt_mask` if the batch has them, padded
     on the left, and only its new tokens are returned. Columns that are padding in all rows are removed first, so that
     results do not depend on the batch. The names of t5-experiments are accepted too: `input_ids_generate` and
-    `attention_mask_generate`, for which all tokens are returned.
+    `attention_mask_generate`, for which all tokens are returned. The default length is that of the labels plus one.
 
-    Args:
-        model: the user's model, unwrapped.
-        options: arguments of `generate`; the default length is that of the labels plus one.
-        synced: every worker generates until the last one is done, because forward passes are collective.
-        seed: sampled tokens depend on this seed and the rows only; None: use the global random state.
+    With `synced` every worker generates until the last one is done, because forward passes are collective. With a
+    `seed` sampled tokens depend on it and the rows only.
     """
     device = next(iter(part.inputs.values())).device
     inputs, options = part.inputs, dict(options)

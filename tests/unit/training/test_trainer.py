@@ -211,7 +211,7 @@ def test_parameters_that_a_callback_unfreezes_are_refused():
     model.embedding.requires_grad_(False)
     unfreeze = loops.At(2, lambda loop: model.embedding.requires_grad_(True))
     loop = loops.make_loop(model, torch.optim.SGD(model.parameters(), lr=0.1), iters=4, callbacks=[unfreeze])
-    with pytest.raises(UserError, match="frozen or unfrozen during training: use --phases"):
+    with pytest.raises(UserError, match="frozen or unfrozen after the trainer was made"):
         loop.train()
 
 
