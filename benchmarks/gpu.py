@@ -1,20 +1,30 @@
-"""Everything that only a GPU can show, in about 25 minutes on one H200, H100 or A100. Writes benchmarks/gpu.md.
+"""Everything that only a GPU can show, the most valuable first: a lease of 15 minutes on one H200, H100 or A100.
 
-    python benchmarks/gpu.py --output runs/gpu --nanot5 nanoT5     # again and again, until nothing is left
-    python benchmarks/gpu.py --output runs/gpu --report            # the tables
-    python benchmarks/gpu.py --output runs/tiny --device cpu --tiny
+    git -C NANOT5 archive --prefix=build/nanoT5/ HEAD | tar x        # before the lease: both travel with the tree
+    git archive --prefix=build/before/ COMMIT | tar x
+    flags="--nanot5 build/nanoT5 --before build/before"
+    python benchmarks/gpu.py --output runs/tiny --device cpu --tiny $flags
+    python benchmarks/gpu.py --output runs/gpu $flags                # again and again, until nothing is left
+    python benchmarks/gpu.py --output runs/gpu --report              # the tables
+
+A lease: clocks and versions; the Triton attention kernels one by one, now and of the tree --before; a step of
+t5-v1_1-base at batch 128, now, before and with CUDA graphs, in turn, with its kernels by kind; cuDNN's attention with
+a bias gradient, where nvidia-cudnn-frontend is installed; tiles of the kernel of dk and dv; the same step of nanoT5
+and transformers, and BERT beside Trainer; tests of attention and AdamWScale; resume bits, and a trace of the script.
+What follows after it is worth less.
 
 A call ends before --budget_s and the next one continues. Each measurement is a JSON line in OUTPUT/results.jsonl,
 written at once; compile caches are kept in OUTPUT/cache. Each case runs in a process of its own: one that crashes is a
 row of its table, and the other measurements of its case are made by a new process. Cases that measure no time run next
-to each other. No network is needed; nanoT5 is compared where --nanot5 names a checkout of it. Parts that
-need pytest or sentencepiece are skipped without them; a folder of `pip install --target` on PYTHONPATH will do.
+to each other. No network is needed. Parts that need pytest or sentencepiece are skipped without them; a folder of
+`pip install --target` on PYTHONPATH will do. On a CPU, Triton's kernels run in its interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import multiprocessing
 import os
@@ -35,8 +45,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from gpu_cases import Case, all_cases, last_line  # noqa: E402
 from gpu_report import report  # noqa: E402
+from step_loops import NANOT5_MODEL  # noqa: E402
 
-PARTS = "environment", "attention", "step", "pytest", "memory", "tiles", "loop", "launchers"
+PARTS = "environment", "kernels", "step", "cudnn", "tiles", "pytest", "loop", "attention", "memory", "launchers"
 MARGIN = 10  # seconds between the last case's end and the budget's
 ATTEMPTS = 3  # processes that a case gets
 _PR_SET_PDEATHSIG = 1
@@ -158,8 +169,9 @@ def run(cases: list[Case], options: argparse.Namespace, results: Results) -> lis
         fitting = [case for case in left if min(case.seconds, 0.9 * options.budget_s - MARGIN) <= room]
         if not fitting:
             break
-        alone = fitting[0].alone
-        wave = fitting[:1] if alone else [case for case in fitting if not case.alone][: options.jobs]
+        # Neighbours alone: a wave takes as long as its longest case, and those of a lease are not to wait for others.
+        beside = itertools.takewhile(lambda case: not case.alone, fitting)
+        wave = list(itertools.islice(beside, options.jobs)) or fitting[:1]
         print(f"{room:4.0f} s left, {len(left)} cases: {', '.join(case.name for case in wave)}", flush=True)
         _run_wave([Running(case, options, results, end) for case in wave])
     return left
@@ -183,11 +195,17 @@ def set_up(options: argparse.Namespace) -> dict[str, Any]:
         os.environ[variable] = str(options.output / "cache" / folder)
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if options.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     tiny = options.output / "tiny_t5.json"
     tiny.write_text(json.dumps(_TINY))
     common = {"device": options.device, "output": str(options.output), "tiny_t5": str(tiny)}
-    return common | {"nanot5": str(options.nanot5.resolve()) if options.nanot5 else None}
+    return common | {name: path and str(path.resolve()) for name, path in checkouts_of(options).items()}
+
+
+def checkouts_of(options: argparse.Namespace) -> dict[str, Path | None]:
+    return {"nanot5": options.nanot5, "before": options.before}
 
 
 def main() -> None:
@@ -199,18 +217,24 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="shapes that a CPU computes in seconds")
     parser.add_argument("--nanot5", type=Path, help="a checkout of github.com/PiotrNawrot/nanoT5")
+    parser.add_argument("--before", type=Path, help="a checkout of this project to compare the step and kernels with")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="cases at the same time")
-    parser.add_argument("--report", nargs="?", type=Path, const=ROOT / "benchmarks/gpu.md", help="write this page")
+    parser.add_argument("--report", action="store_true", help="write the tables: OUTPUT/gpu.md")
     options = parser.parse_args()
     parts, options.output = options.parts.split(","), options.output.resolve()
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--parts {','.join(sorted(unknown))}: choose of {', '.join(PARTS)}")
     if options.report:
-        return report(Results(options.output / "results.jsonl").rows, options.report)
+        return report(Results(options.output / "results.jsonl").rows, options.output / "gpu.md")
+    # Noticed here, not in the middle of a lease by the worker that needs it.
+    for (flag, folder), file in zip(checkouts_of(options).items(), (NANOT5_MODEL, "benchmarks/gpu.py"), strict=True):
+        if folder and not (folder / file).is_file():
+            parser.error(f"--{flag} {folder} is no checkout: it has no {file}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device; --device cpu --tiny tries the benchmark itself")
     common = set_up(options)
-    cases = [c for c in all_cases(common, options.tiny) if c.part in parts and re.search(options.only, c.name)]
+    every = all_cases(common, options.tiny, options.jobs)
+    cases = [case for case in every if case.part in parts and re.search(options.only, case.name)]
     left = run(cases, options, Results(options.output / "results.jsonl"))
     print(f"{len(left)} cases are left: run the same command again" if left else "nothing is left: --report")
 

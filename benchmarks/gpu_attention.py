@@ -9,12 +9,16 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from gpu_trace import by_kind, kernels_in, profiler_of
+from step import environment_of
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -23,6 +27,7 @@ from lm_experiments_tools.attention.kernels import tiles
 from lm_experiments_tools.attention.kernels import triton as triton_backend
 from lm_experiments_tools.attention.kernels.bias import dense_bias
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig
+from lm_experiments_tools.modules.devices import synchronize
 
 Emit = Callable[[dict[str, Any]], None]
 HEADS, HEAD_DIM, TOKENS = 12, 64, 16384  # of t5-base; tokens of a batch
@@ -30,7 +35,6 @@ DROPOUT = 0.1
 _SLEEP = 1 << 26  # clocks of the sleeping kernel, about 35 ms
 _SECONDS, _FEWEST, _MOST = 0.15, 3, 20  # passes of a round
 _SLOW_MS = 300  # a pass that takes longer is timed once
-_COMPILED = "triton", "flex"
 ROUNDS = 3
 
 
@@ -70,38 +74,11 @@ def ours(backend: str, layout: object, dropout_p: float = 0.0, bias: bool = True
     )
 
 
-def flex(layout: Any) -> Call:
-    """FlexAttention with a trained bias, looked up by distance; the layout as a mask of 128-token blocks."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    attend, masks = torch.compile(flex_attention, dynamic=False), {}
-
-    def call(x: Inputs) -> Tensor:
-        table, length = T5Bias(x.weight).table(x.q.shape[2]), x.q.shape[2]
-        reach = table.shape[1] // 2
-        if layout is not None and length not in masks:
-            blocks = layout.make_layout(length).to(x.q.device) != 0
-            masks[length] = create_block_mask(
-                lambda b, h, i, j: blocks[h, i // layout.block, j // layout.block], 1, blocks.shape[0], length, length,
-                device=x.q.device,
-            )  # fmt: skip
-        return attend(
-            x.q, x.k, x.v, block_mask=masks.get(length),
-            score_mod=lambda s, b, h, i, j: s + table[h, (j - i).clamp(-reach, reach) + reach],
-            kernel_options={"fwd_BLOCK_N": 64},  # the default tile and the looked-up bias exceed shared memory
-        )  # fmt: skip
-
-    return call
-
-
-def contenders(layout_name: str, heads: int, tuned: bool = False) -> dict[str, tuple[Call, float, bool]]:
+def contenders(layout_name: str, heads: int) -> dict[str, tuple[Call, float, bool]]:
     """Name -> (call, dropout, whether the bias is trained through its weight)."""
     layout, found = layout_of(layout_name, heads), {}
     found["triton"] = ours("triton", layout), 0.0, True
     found["triton, dropout"] = ours("triton", layout, DROPOUT), DROPOUT, True
-    if tuned:
-        return found
-    found["flex"] = flex(layout), 0.0, True
     found["sdpa"] = ours("sdpa", layout), 0.0, True
     found["sdpa, dropout"] = ours("sdpa", layout, DROPOUT), DROPOUT, True
     if layout is None:
@@ -165,24 +142,19 @@ def timed(call: Callable[[], None], device: str, passes: int) -> tuple[float, fl
 def attention(settings: dict[str, Any], emit: Emit) -> None:
     """Interleaved times of all backends at one length and layout; their exactness in a case that measures no time."""
     device, length, layout_name = settings["device"], settings["length"], settings["layout"]
-    if settings["tuned"] and not use_measured(settings):
-        return emit({"name": "triton, measured tiles", "skipped": "there are no measured tiles yet"})
     batch, heads = max(1, (TOKENS if device == "cuda" else length) // length), HEADS if device == "cuda" else 2
-    found, x = contenders(layout_name, heads, settings["tuned"]), make_inputs(batch, heads, length, device)
-    small = contenders(layout_name, 2, settings["tuned"])
+    found, x = contenders(layout_name, heads), make_inputs(batch, heads, length, device)
+    small = contenders(layout_name, 2)
     grad, running = torch.randn_like(x.q), {}
     for name, (call, dropout_p, trains) in found.items():
-        needs_cuda = device == "cpu" and name.startswith(("triton", "flex"))
-        if needs_cuda:
-            emit({"name": name, "skipped": "needs CUDA"})
-        if needs_cuda or name in settings["skip"]:
+        if name in settings["skip"]:
             continue
         emit({"begin": name})
         is_checked = settings.get("warm") or device == "cpu"
-        if is_checked and trains and (length <= 2048 or name.startswith(_COMPILED)):
+        if is_checked and trains:
             output, gradients = errors(small[name][0], dropout_p, layout_name, length, device)
             emit({"name": name, "output_error": output, "gradient_error": gradients})
-        if not settings.get("warm") or name.startswith(_COMPILED):
+        if not settings.get("warm") or name.startswith("triton"):
             one_pass(call, x, grad)
         running[name] = call
     if not settings.get("warm"):
@@ -217,42 +189,136 @@ def _time_all(running: dict[str, Call], x: Inputs, grad: Tensor, settings: dict[
               "mib": memory[name]})  # fmt: skip
 
 
+# ---- the Triton kernels one by one ----------------------------------------------------------------------------------
+KERNEL_CALLS = (  # batch, length, with a bias, causal: the encoder's, BERT's, a long one, the decoder's
+    (128, 512, True, False), (128, 512, False, False), (8, 2048, True, False), (128, 114, True, True),
+)  # fmt: skip
+PASSES = 12  # of a trace
+
+
+def kernel_times(device: str) -> Iterator[dict[str, Any]]:
+    """Rows: milliseconds of each Triton kernel of a call whose q, k and v are views of one product, as a model's."""
+    for batch, length, has_bias, causal in KERNEL_CALLS:
+        batch, heads, passes = (batch, HEADS, PASSES) if device == "cuda" else (1, 2, 1)
+        length = length if device == "cuda" else 32
+        torch.manual_seed(0)
+        x = torch.randn(batch, length, 3, heads, HEAD_DIM, device=device, dtype=torch.bfloat16).requires_grad_()
+        bias = T5Bias(torch.randn(32, heads, device=device).requires_grad_(), not causal) if has_bias else None
+
+        def one_pass(x: Tensor = x, bias: T5Bias | None = bias, causal: bool = causal) -> None:
+            q, k, v = x.permute(2, 0, 3, 1, 4)
+            output = block_sparse_attention(q, k, v, None, bias, causal=causal, scale=1.0, backend="triton")
+            output.transpose(1, 2).flatten(2).sum().backward()
+
+        for _ in range(2):  # compiles them
+            one_pass()
+        with profiler_of(device) as profiler:
+            for _ in range(passes):
+                one_pass()
+            synchronize(torch.device(device))
+        found = by_kind(kernels_in(profiler), passes)
+        ms = {kind.removeprefix("attention, "): took for kind, (took, _) in found.items() if "attention, " in kind}
+        total = sum(ms.values())
+        rate = 14 * batch * heads * length**2 * HEAD_DIM / total / 1e9 if total else None
+        name = f"{batch} x {length}{', bias' if has_bias else ''}{', causal' if causal else ''}"
+        yield {"name": name, **ms, "ms": total, "tflops": rate}
+
+
+def kernels(settings: dict[str, Any], emit: Emit) -> None:
+    """Times of the kernels, of each tree in a process of its own."""
+    for label, tree in settings["trees"].items():
+        command = [sys.executable, __file__, settings["device"]]
+        done = subprocess.run(command, env=environment_of(Path(tree)), capture_output=True, text=True)
+        for row in map(json.loads, done.stdout.splitlines()):
+            emit({**row, "name": f"{label}: {row['name']}"})
+        if done.returncode:
+            emit({"name": label, "error": done.stderr.strip().splitlines()[-1][:300]})
+
+
+def cudnn_bias(settings: dict[str, Any], emit: Emit) -> None:
+    """cuDNN's attention with a bias matrix [1, heads, 512, 512] and its gradient: near SDPA's rate it replaces ours.
+
+    By NVIDIA/cudnn-frontend's test/python/test_mhas.py; never run yet.
+    """
+    import cudnn
+
+    torch.manual_seed(0)
+    x = make_inputs(128, HEADS, 512, "cuda")
+    q, k, v, bias = (leaf.detach() for leaf in (x.q, x.k, x.v, x.matrix.contiguous()))
+    o, do, dq, dk, dv, dbias = *(torch.empty_like(q) for _ in range(5)), torch.empty_like(bias)
+    do.normal_()
+    stats = torch.empty(*q.shape[:3], 1, device="cuda")
+    kinds = {"io_data_type": cudnn.data_type.BFLOAT16, "intermediate_data_type": cudnn.data_type.FLOAT}
+    graphs = []
+    for is_backward in (False, True):
+        graph = cudnn.pygraph(**kinds, compute_data_type=cudnn.data_type.FLOAT)
+        given = {"q": q, "k": k, "v": v, "bias": bias}
+        given |= {"o": o, "dO": do, "stats": stats, "dBias": dbias} if is_backward else {}
+        named = {name: graph.tensor_like(tensor) for name, tensor in given.items()}
+        if is_backward:
+            found = graph.sdpa_backward(name="backward", attn_scale=1.0, **named)
+        else:
+            found = graph.sdpa(name="forward", attn_scale=1.0, generate_stats=True, **named)
+        written = (dq, dk, dv) if is_backward else (o, stats)
+        for node, tensor in zip(found, written, strict=True):
+            node.set_output(True).set_dim(tensor.size()).set_stride(tensor.stride())
+            if tensor is stats:
+                node.set_data_type(cudnn.data_type.FLOAT)
+        graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        pack = {named[name]: tensor for name, tensor in given.items()} | dict(zip(found, written, strict=True))
+        graphs.append((graph, pack, torch.empty(graph.get_workspace_size(), device="cuda", dtype=torch.uint8)))
+    for name, (graph, pack, workspace) in zip(("forward", "backward with dBias"), graphs, strict=True):
+        times = [timed(lambda g=graph, p=pack, w=workspace: g.execute(p, w), "cuda", 10)[0] for _ in range(4)][1:]
+        ms = statistics.median(times)
+        operations = (10 if "back" in name else 4) * q.numel() * q.shape[2]
+        emit({"name": name, "ms": ms, "tflops": operations / ms / 1e9})
+    exact = [leaf.float().requires_grad_() for leaf in (q, k, v, bias)]
+    weights = (exact[0] @ exact[1].transpose(-1, -2) + exact[3]).softmax(-1)
+    expected = torch.autograd.grad(weights @ exact[2], exact, do.float())
+    errors = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip((dq, dk, dv, dbias), expected, strict=True)]
+    emit({"name": "backward with dBias", "gradient_error": max(errors)})
+
+
 # ---- tiles of the Triton kernels ------------------------------------------------------------------------------------
 # queries, keys, warps, stages; for 16-bit inputs of head dimension 64
 CANDIDATES = [tiles.Tile(*sizes) for sizes in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3))]
-TUNED_LENGTHS = 512, 2048
 
 
-def _table() -> dict[tuple[str, int], tiles.Tile]:
+def _table(device: str) -> dict[tuple[str, int], tiles.Tile]:
     """The measured tiles of this card, as `tiles.MEASURED` has them; kernels take them from there."""
-    return tiles.MEASURED.setdefault((triton_backend.card_of(torch.device("cuda", 0)).capability, 2), {})
+    card = triton_backend.card_of(torch.device(device, 0))
+    return tiles.MEASURED.setdefault((card.capability, 2), {}) if card else tiles.TILES
 
 
 def _named(settings: dict[str, Any]) -> list[tuple[str, tiles.Tile, str]]:
     """(kernel, tile, name) of candidates that have not failed, as those that need too much shared memory do."""
-    every = itertools.product(tiles.KERNELS, CANDIDATES)
+    candidates = CANDIDATES if settings["device"] == "cuda" else CANDIDATES[:2]
+    every = itertools.product(settings["kernels"], candidates)
     named = [(kernel, tile, f"{kernel} {tuple(tile)}") for kernel, tile in every]
     return [candidate for candidate in named if candidate[2] not in settings["skip"]]
 
 
 def tile_compile(settings: dict[str, Any], emit: Emit) -> None:
     """Run a part of the candidates once, which compiles them."""
-    call, table = ours("triton", None), _table()
+    device, call = settings["device"], ours("triton", None)
+    table = _table(device)
+    known = dict(table)
     for kernel, tile, name in itertools.islice(_named(settings), settings["shard"], None, settings["shards"]):
         emit({"begin": name})
-        x = make_inputs(1, 2, TUNED_LENGTHS[0], "cuda")
+        x = make_inputs(1, 2, settings["lengths"][0], device)
         table[kernel, HEAD_DIM] = tile
         one_pass(call, x, torch.ones_like(x.q))
-        torch.cuda.synchronize()
-        del table[kernel, HEAD_DIM]
+        synchronize(torch.device(device))
+        table.update(known)
 
 
 def tile_search(settings: dict[str, Any], emit: Emit) -> None:
     """The fastest candidate of each kernel, one kernel after the other, by the product of times at two lengths."""
-    call, table = ours("triton", None), _table()
-    inputs = [make_inputs(TOKENS // length, HEADS, length, "cuda") for length in TUNED_LENGTHS]
+    device, call, scores = settings["device"], ours("triton", None), {}
+    table, tokens, heads = _table(device), *((TOKENS, HEADS) if device == "cuda" else (1, 2))
+    inputs = [make_inputs(max(1, tokens // length), heads, length, device) for length in settings["lengths"]]
     for kernel, candidates in itertools.groupby(_named(settings), key=lambda candidate: candidate[0]):
-        scores = {}
+        scores.clear()
         for _, tile, name in candidates:
             emit({"begin": name})
             table[kernel, HEAD_DIM] = tile
@@ -260,22 +326,17 @@ def tile_search(settings: dict[str, Any], emit: Emit) -> None:
             for x in inputs:
                 grad = torch.ones_like(x.q)
                 one_pass(call, x, grad)
-                turns = [timed(lambda x=x, grad=grad: one_pass(call, x, grad), "cuda", 5)[0] for _ in range(5)]
-                took.append(statistics.median(turns))
-            emit({"name": name, "ms_512": took[0], "ms_2048": took[1]})
+                passes, turns = (5, 5) if device == "cuda" else (1, 1)
+                times = [timed(lambda x=x, grad=grad: one_pass(call, x, grad), device, passes) for _ in range(turns)]
+                took.append(statistics.median(time for time, _ in times))
+            emit({"name": name, "ms_short": took[0], "ms_long": took[1]})
             scores[tile] = took[0] * took[1]
         table[kernel, HEAD_DIM] = min(scores, key=scores.get)
-    card = triton_backend.card_of(torch.device("cuda", 0)).capability
-    lines = "".join(f'        ("{kernel}", {dim}): Tile{tuple(tile)},\n' for (kernel, dim), tile in table.items())
-    emit({"name": "measured", "card": card, "tiles": [[*key, tuple(tile)] for key, tile in table.items()],
-          "paste": f"    ({card}, 2): {{\n{lines}    }},"})  # fmt: skip
+    found = [(key, table[key, HEAD_DIM]) for key in settings["kernels"]]
+    lines = "".join(f'        ("{kernel}", {HEAD_DIM}): Tile{tuple(tile)},\n' for kernel, tile in found)
+    emit({"name": "measured", "paste": lines})
 
 
-def use_measured(settings: dict[str, Any]) -> bool:
-    """Let the kernels take the tiles that an earlier case measured on this card; False where there are none."""
-    lines = Path(settings["output"], "results.jsonl").read_text().splitlines()
-    found = [row for row in map(json.loads, lines) if row.get("name") == "measured"]
-    if not found or list(triton_backend.card_of(torch.device("cuda", 0)).capability) != found[-1]["card"]:
-        return False
-    _table().update({(kernel, dim): tiles.Tile(*tile) for kernel, dim, tile in found[-1]["tiles"]})
-    return True
+if __name__ == "__main__":
+    for line in kernel_times(sys.argv[1]):
+        print(json.dumps(line), flush=True)

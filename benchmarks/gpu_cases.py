@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from gpu_attention import attention, tile_compile, tile_search
+from gpu_attention import attention, cudnn_bias, kernels, tile_compile, tile_search
+from gpu_trace import by_kind, idle_share, kernels_of, read_trace, waits_of
 from peaks import measured_peak
 from step import Shape, Worker, flops_of
 
@@ -53,6 +54,10 @@ def environment(settings: dict[str, Any], emit: Emit) -> None:
     found = {name: metadata.version(name) for name in ("torch", "triton", "transformers")}
     found["device"] = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {platform.machine()}"
     kinds = {"bf16": (torch.bfloat16, "high"), "TF32": (torch.float32, "high"), "fp32": (torch.float32, "highest")}
+    if device.type == "cuda":
+        query = "clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
+        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+        emit({"name": "clocks", "device": subprocess.run(command, capture_output=True, text=True).stdout.strip()})
     for name, (dtype, precision) in kinds.items():
         torch.set_float32_matmul_precision(precision)
         rate = measured_peak(device, dtype)
@@ -61,18 +66,17 @@ def environment(settings: dict[str, Any], emit: Emit) -> None:
 
 # ---- training steps -------------------------------------------------------------------------------------------------
 # MiB of one row of t5-v1_1-base, 512/114, about: loops run at the same time only if they fit together.
-_ROW_MIB = {"ours": 200, "ours, CUDA graphs": 250, "ours, not compiled": 330, "nanoT5": 800, "nanoT5, compiled": 450,
+_ROW_MIB = {"ours": 200, "ours, before": 200, "ours, CUDA graphs": 250, "nanoT5": 800, "nanoT5, compiled": 450,
             "transformers, bare loop, compiled": 440}  # fmt: skip
-_OTHER_MIB, _SMALL, _CONTEXT_MIB = 620, 0.45, 4800
-ROUNDS, STEPS, FEWEST_STEPS, TURN_SECONDS, WARM_UP = 3, 30, 8, 6.0, 3
+_OTHER_MIB, _CONTEXT_MIB = 620, 4800
+ROUNDS, STEPS, FEWEST_STEPS, TURN_SECONDS, WARM_UP, TRACED = 3, 30, 8, 4.0, 3, 3
 
 
 def groups_of(loops: list[str], shape: Shape, memory_mib: float) -> list[list[str]]:
     """Loops that fit into memory together; each group begins with the first loop, which others are compared with."""
-    scale = 1.0 if "base" in shape.preset else _SMALL
 
     def size(loop: str) -> float:
-        return _ROW_MIB.get(loop, _OTHER_MIB) * shape.rows * scale + _CONTEXT_MIB
+        return _ROW_MIB.get(loop, _OTHER_MIB) * shape.rows + _CONTEXT_MIB
 
     first, groups = loops[0], []
     for loop in loops[1:]:
@@ -94,7 +98,11 @@ def step(settings: dict[str, Any], emit: Emit) -> None:
 def _interleaved(settings: dict[str, Any], shape: Shape, loops: list[str], emit: Emit) -> list[str]:
     """Measure these loops; returns those that ran out of memory."""
     logs, checkout = Path(settings["output"], "logs"), settings["nanot5"] and Path(settings["nanot5"])
-    workers = {loop: Worker(loop, shape, settings["precision"], logs, checkout) for loop in loops}
+    trees = {loop: Path(settings["before"]) if loop.endswith(BEFORE) else None for loop in loops}
+    workers = {
+        loop: Worker(loop.removesuffix(BEFORE), shape, settings["precision"], logs, checkout, tree)
+        for loop, tree in trees.items()
+    }
     for worker in workers.values():  # at the same time: compiling takes minutes, one after the other
         worker.begin(WARM_UP)
     for worker in workers.values():
@@ -109,6 +117,12 @@ def _interleaved(settings: dict[str, Any], shape: Shape, loops: list[str], emit:
         worker.finish()
         if not worker.failed:
             emit({"name": loop, **_summary(worker.turns[2:], shape, loop), "interleaved": len(loops) > 1})
+    for loop, worker in running.items():
+        if not worker.failed:
+            worker.begin(-TRACED)
+            worker.finish()
+        if not worker.failed:
+            emit({"name": loop, "kernels": worker.turns[-1]["kernels"], "idle": worker.turns[-1]["idle"]})
     found = []
     for loop, worker in workers.items():
         worker.close()
@@ -129,6 +143,7 @@ def _summary(turns: list[dict[str, float]], shape: Shape, loop: str) -> dict[str
     median, last = statistics.median(seconds), turns[-1]
     return {
         "seconds": median,
+        "host": statistics.median(turn["host"] / turn["steps"] for turn in turns),
         "spread": (max(seconds) - min(seconds)) / median,
         "steps": sum(turn["steps"] for turn in turns),
         "tokens_per_second": last["tokens"] / last["steps"] / median,
@@ -256,11 +271,6 @@ def fp16(settings: dict[str, Any], emit: Emit) -> None:
           "passed": last < first and skipped < 20, "seconds_per_step": logged[-1]["seconds_per_step"]})  # fmt: skip
 
 
-# Calls of the CUDA runtime in which the host waits for the whole queue. cudaEventSynchronize is none of them: the loop
-# reads the result of the step before while the next one is queued.
-_BLOCKING = re.compile(r"cuda(Stream|Device)Synchronize|cudaMemcpy$|cudaFree$|cudaMalloc$")
-
-
 def queue(settings: dict[str, Any], emit: Emit) -> None:
     """A profiler trace of steady steps of the script: the device is never idle, the host never waits for its queue."""
     steps, folder = settings["steps"], _run_folder(settings)
@@ -268,21 +278,12 @@ def queue(settings: dict[str, Any], emit: Emit) -> None:
     logged = _pretrain(settings, folder, **flags, compile=settings["compile"])[1]
     row = {"name": settings["name"], "data_share": logged["data_wait_fraction"]}
     row |= {"seconds_per_step": logged["seconds_per_step"]}
-    if settings["device"] == "cpu":
-        return emit({**row, "result": "waits for the device: needs CUDA"})
-    trace = json.loads(next((folder / "profile").glob("*.json")).read_text())["traceEvents"]
-    calls = [event for event in trace if event.get("cat") == "cuda_runtime"]
-    # the trace ends with a synchronization of its own
-    last = max(event["ts"] for event in calls if "LaunchKernel" in event["name"])
-    begin = min(event["ts"] for event in calls if "LaunchKernel" in event["name"])
-    blocking = [e["name"] for e in calls if _BLOCKING.search(e["name"]) and begin < e["ts"] < last]
-    kernels = sorted((e["ts"], e["ts"] + e["dur"]) for e in trace if e.get("cat") in ("kernel", "gpu_memcpy"))
-    busy, until = 0.0, kernels[0][0]
-    for start, end in kernels:  # streams overlap
-        busy, until = busy + max(0.0, end - max(start, until)), max(until, end)
-    idle = 1 - busy / (until - kernels[0][0])
+    trace = read_trace(next((folder / "profile").glob("*.json")))
+    blocking, idle, on_gpu = waits_of(trace), idle_share(kernels_of(trace)), settings["device"] == "cuda"
+    row |= {"kernels": by_kind(kernels_of(trace), flags["profile"]), "idle": idle}
     said = f"{len(blocking)} waits {', '.join(sorted(set(blocking)))}; device idle {idle:.1%}"
-    emit({**row, "result": said, "passed": not blocking and idle < 0.02 and row["data_share"] < 0.02})
+    row["passed"] = not blocking and idle < 0.02 and row["data_share"] < 0.02 if on_gpu else None
+    emit({**row, "result": said})
 
 
 # ---- programs -------------------------------------------------------------------------------------------------------
@@ -324,75 +325,97 @@ def lacks(*packages: str) -> str | None:
     return f"{missing[0]} is not installed" if missing else None
 
 
-T5_LOOPS = ["ours", "nanoT5, compiled", "transformers, bare loop, compiled", "transformers Trainer", "nanoT5",
-            "transformers, bare loop", "ours, --speed off", "ours, not compiled"]  # fmt: skip
-BERT_LOOPS = ["ours", "transformers Trainer", "transformers, bare loop", "transformers, bare loop, compiled",
-              "ours, --speed off"]  # fmt: skip
+BEFORE = ", before"  # ours of the tree that --before names
+STEP_LOOPS = ["ours", f"ours{BEFORE}", "ours, CUDA graphs"]
+T5_LOOPS = ["ours", "nanoT5, compiled", "transformers, bare loop, compiled"]
+OTHER_LOOPS = ["ours", "transformers Trainer", "nanoT5", "transformers, bare loop", "ours, --speed off"]
+BASE = Shape("t5-v1_1-base", 128, 512, 114)
 TESTS = {  # file: expressions of -k, each a process
     "tests/unit/attention/test_attention_triton.py": (
-        "exact and float32", "exact and float16 and not bfloat16", "exact and bfloat16", "long", "two_runs or auto",
+        "exact and bfloat16", "exact and float32", "exact and float16 and not bfloat16", "long", "two_runs or auto",
     ),
+    "tests/parity/test_optimizers_reference.py": ("cuda",),
     "tests/unit/modeling_t5/test_modeling_t5.py": ("gpu",),
     "tests/unit/training/test_running_ahead.py": ("gpu",),
-    "tests/parity/test_optimizers_reference.py": ("cuda",),
 }  # fmt: skip
+FIRST_TESTS = "exact and bfloat16", "cuda"
 
 
-def attention_cases(common: dict[str, Any], tiny: bool, tuned: bool) -> list[Case]:
+def attention_cases(common: dict[str, Any], tiny: bool) -> list[Case]:
     """A case for each layout and length; without time to measure first, which fills the compile caches."""
-    lengths = (64,) if tiny else (512, 2048, 8192)
     found = []
-    for layout, length in itertools.product(("dense", "BigBird"), lengths):
-        settings = {**common, "layout": layout, "length": length, "tuned": tuned}
-        name = f"{layout}, {length} tokens{', measured tiles' if tuned else ''}"
-        if common["device"] == "cuda" and not tuned:
-            warm = {**settings, "warm": True}
-            found.append(Case("attention", f"compile {name}", attention, warm, 75, alone=False))
+    for layout, length in itertools.product(("dense", "BigBird"), (64,) if tiny else (512, 2048)):
+        settings, name = {**common, "layout": layout, "length": length}, f"{layout}, {length} tokens"
+        if common["device"] == "cuda":
+            found.append(Case("attention", f"compile {name}", attention, {**settings, "warm": True}, 75, alone=False))
         found.append(Case("attention", name, attention, settings, 20 + length // 400))
     return sorted(found, key=lambda case: case.alone)
 
 
-def step_case(common: dict[str, Any], shape: Shape, loops: list[str]) -> Iterator[Case]:
+def step_cases(common: dict[str, Any], shape: Shape, loops: list[str]) -> Iterator[Case]:
     """Cases of a shape: as many as its loops need to fit into the device's memory."""
-    on_gpu, why = common["device"] == "cuda", "nanoT5 is not there: --nanot5 names a checkout of it"
+    on_gpu = common["device"] == "cuda"
     length = f"{shape.inputs}/{shape.targets}" if shape.is_t5 else f"{shape.inputs}"
     precision = "bf16" if on_gpu or has_bf16("cpu") else "fp32"
     title = f"{Path(shape.preset).stem}, {shape.rows} x {length}, {precision}"
-    absent = [loop for loop in loops if "nanoT5" in loop and not common["nanot5"]]
+    absent = {loop: "nanot5" for loop in loops if "nanoT5" in loop and not common["nanot5"]}
+    absent |= {loop: "before" for loop in loops if loop.endswith(BEFORE) and not common["before"]}
     loops = [loop for loop in loops if loop not in absent]
     total = torch.cuda.get_device_properties(0).total_memory / MIB if on_gpu else math.inf
     settings = {**common, "shape": vars(shape),
                 "precision": precision, "rounds": ROUNDS if on_gpu else 1,
                 "steps": STEPS if on_gpu else 2}  # fmt: skip
     for group in groups_of(loops, shape, 0.93 * total):
-        compiles = any("compiled" in loop for loop in group)
-        seconds = 30 + 90 * compiles + 18 * len(group) * (shape.rows > 64) + 8 * len(group)
+        seconds = 80 + 20 * len(group)  # 60 of them compile, at the same time
         yield Case("step", f"{title}: {'; '.join(group)}", step, {**settings, "loops": group}, seconds)
-    for loop in absent:
+    for loop, flag in absent.items():
+        why = f"--{flag} names no checkout"
         yield Case("step", f"{title}: {loop}", skipped, {**settings, "name": loop, "why": why}, 5, alone=False)
 
 
-def loop_cases(common: dict[str, Any], tiny: bool) -> Iterator[Case]:
-    """What the script promises of a GPU."""
+def tile_cases(common: dict[str, Any], names: tuple[str, ...], jobs: int) -> Iterator[Case]:
+    """Tiles of these kernels: compiled next to each other, then timed."""
+    settings = {**common, "kernels": names, "lengths": (512, 2048), "shards": jobs}
+    if common["device"] == "cpu":
+        settings |= {"lengths": (32, 64), "shards": 1}
+    for shard in range(settings["shards"]):
+        title = f"compile {', '.join(names)}, {shard}"
+        yield Case("tiles", title, tile_compile, {**settings, "shard": shard}, 40, alone=False)
+    yield Case("tiles", ", ".join(names), tile_search, settings, 10 + 10 * len(names))
+
+
+def test_cases(common: dict[str, Any], is_first: bool) -> Iterator[Case]:
+    """Tests that need a GPU: in the lease attention in bf16 and AdamWScale, the others later."""
+    for file, expressions in TESTS.items():
+        for only in [only for only in expressions if (only in FIRST_TESTS) == is_first]:
+            name = f"{Path(file).stem}: {only}"
+            why = lacks("pytest") or (None if common["device"] == "cuda" else "needs CUDA")
+            settings = {**common, "name": name, "file": file, "only": only, "why": why}
+            yield Case("pytest", name, skipped if why else gpu_tests, settings, 60, alone=False)
+
+
+def loop_cases(common: dict[str, Any], tiny: bool, is_first: bool) -> Iterator[Case]:
+    """What the script promises of a GPU: in the lease resume bits and a trace, the others later."""
     model = {"model_cfg": "t5-v1_1-small", "length": 512, "rows": 32, "iters": 12}
     if tiny:
         model = {"model_cfg": common["tiny_t5"], "length": 32, "rows": 4, "iters": 4}
-    modes = {"resume": ({}, False), "resume, compiled": ({"compile": True}, False),
-             "resume, --reproducible fixed": ({"reproducible": "fixed"}, True)}  # fmt: skip
-    for name, (flags, must) in modes.items():
-        if must or not tiny:
-            settings = {**common, **model, "name": name, "flags": flags, "must": must}
-            yield Case("loop", name, resume, settings, 90, alone=False)
+    if is_first:
+        name, flags = "resume, --reproducible fixed", {"reproducible": "fixed"}
+        settings = {**common, **model, "name": name, "flags": flags, "must": True}
+        yield Case("loop", name, resume, settings, 60, alone=False)
+        name = "queue and data, t5-v1_1-base, batch 128, compiled"
+        settings = {**common, **model, "name": name, "compile": not tiny, "steps": 5 if tiny else 20}
+        settings |= {} if tiny else {"model_cfg": BASE.preset, "rows": BASE.rows}
+        yield Case("loop", name, queue, settings, 60)
+        return
+    for name, flags in {"resume": {}, "resume, compiled": {"compile": True}}.items():
+        settings = {**common, **model, "name": name, "flags": flags, "must": False}
+        yield Case("loop", name, resume, settings, 90, alone=False)
     body, name = fp16 if common["device"] == "cuda" else skipped, "fp16 with GradScaler"
     yield Case("loop", name, body, {**common, **model, "name": name, "why": "needs CUDA"}, 45, alone=False)
-    for preset, rows, compiled in (("t5-v1_1-small", 128, False), ("t5-v1_1-base", 128, True))[: 1 if tiny else 2]:
-        name = f"queue and data, {preset}, batch {rows}{', compiled' if compiled else ''}"
-        settings = {**common, **model, "name": name, "steps": 20, "compile": compiled}
-        settings |= {"steps": 5, "compile": False} if tiny else {"model_cfg": preset, "rows": rows}
-        yield Case("loop", name, queue, settings, 100 if compiled else 60)
 
 
-def launcher_cases(common: dict[str, Any], tiny: bool) -> Iterator[Case]:
+def launcher_cases(common: dict[str, Any]) -> Iterator[Case]:
     """Horovod and DeepSpeed in one process, where they are installed."""
     zero = f"accelerate launch --config_file {ROOT / 'accelerate_configs' / 'zero1.yaml'} --num_processes 1"
     programs = {
@@ -406,41 +429,37 @@ def launcher_cases(common: dict[str, Any], tiny: bool) -> Iterator[Case]:
         yield Case("launchers", name, skipped if why else launcher, settings, 90, alone=False)
 
 
-def all_cases(common: dict[str, Any], tiny: bool) -> list[Case]:
-    """Cases by value: the first nine minutes give the step of t5-v1_1-base and a part of the attention table."""
-    on_gpu = common["device"] == "cuda"
-    found = [Case("environment", "environment", environment, common, 15)]
-    if tiny:
-        loops = ["ours, not compiled", "transformers, bare loop", "nanoT5"]
-        found += step_case(common, Shape(common["tiny_t5"], 2, 32, 8), loops)
-    else:
-        found += step_case(common, Shape("t5-v1_1-base", 32, 512, 114), [*T5_LOOPS, "ours, CUDA graphs"])
-        found += step_case(common, Shape("t5-v1_1-base", 128, 512, 114), T5_LOOPS)
-    found += attention_cases(common, tiny, False)
-    for file, expressions in TESTS.items():
-        for only in expressions:
-            name = f"{Path(file).stem}: {only}"
-            why = lacks("pytest") or (None if on_gpu else "needs CUDA")
-            settings = {**common, "name": name, "file": file, "only": only, "why": why}
-            found.append(Case("pytest", name, skipped if why else gpu_tests, settings, 150, alone=False))
+def lease_cases(common: dict[str, Any], tiny: bool, jobs: int) -> Iterator[Case]:
+    """Cases of a lease of 15 minutes, the most valuable first; starting a machine takes the rest of it.
+
+    With 80 GB fewer loops fit next to each other, so the last case may need another lease.
+    """
+    yield Case("environment", "environment", environment, common, 15)
+    trees = {"now": str(ROOT), **({"before": common["before"]} if common["before"] else {})}
+    yield Case("kernels", "kernels", kernels, {**common, "trees": trees}, 45)
+    shape = Shape(common["tiny_t5"], 2, 32, 8) if tiny else BASE
+    # On a CPU Inductor records no graphs, and compiling all loops would take longer than the rest of the trial.
+    yield from step_cases(common, shape, STEP_LOOPS[:2] if tiny else STEP_LOOPS)
+    why = lacks("cudnn") or (None if common["device"] == "cuda" else "needs CUDA")
+    yield Case("cudnn", "cudnn", skipped if why else cudnn_bias, {**common, "name": "cudnn", "why": why}, 30)
+    yield from tile_cases(common, ("key_gradient",), jobs)
+    yield from step_cases(common, shape, [loop.removesuffix(", compiled") for loop in T5_LOOPS] if tiny else T5_LOOPS)
+    if not tiny:
+        yield from step_cases(common, Shape("bert_base_uncased", 32, 512), OTHER_LOOPS[:2])
+    yield from test_cases(common, True)
+    yield from loop_cases(common, tiny, True)
+
+
+def all_cases(common: dict[str, Any], tiny: bool, jobs: int = 8) -> list[Case]:
+    """Those of a lease, then the rest."""
+    found = [*lease_cases(common, tiny, jobs), *attention_cases(common, tiny), *test_cases(common, False)]
     commands = (f"{_OWN} --no_bf16 --model_cfg {common['tiny_t5']} --batch_size 2 --input_seq_len 32",)
     for command in commands if tiny else MEMORY:
         found.append(Case("memory", command, memory, {**common, "command": command}, 40, alone=False))
-    checks = list(loop_cases(common, tiny))
-    found += [case for case in checks if not case.alone]
-    shards = 8 if on_gpu else 1
-    body = tile_compile if on_gpu else skipped
-    tiles = {**common, "name": "tiles", "why": "needs CUDA", "shards": shards}
-    found += [Case("tiles", f"compile {n}", body, {**tiles, "shard": n}, 60, alone=False) for n in range(shards)]
-    if on_gpu:
-        found.append(Case("tiles", "search", tile_search, tiles, 45))
-        found += attention_cases(common, tiny, True)
-    found += [case for case in checks if case.alone]
     if not tiny:
-        found += step_case(common, Shape("bert_base_uncased", 32, 512), BERT_LOOPS)
-        found += step_case(common, Shape("t5-v1_1-small", 128, 512, 114), T5_LOOPS)
-        found += step_case(common, Shape("t5-v1_1-small", 32, 512, 114), [*T5_LOOPS, "ours, CUDA graphs"])
-    found += launcher_cases(common, tiny)
+        found += tile_cases(common, ("forward", "query_gradient"), jobs)
+        found += [*step_cases(common, BASE, OTHER_LOOPS), *loop_cases(common, tiny, False)]
+    found += launcher_cases(common)
     why = lacks("sentencepiece")  # of the vocabulary
     needing = ("memory", "loop", "launchers") if why else ()
     return [case if case.part not in needing else _left_out(case, why) for case in found]

@@ -8,9 +8,7 @@ from typing import Any
 Row = dict[str, Any]
 _HEAD = """# On a GPU
 
-`python benchmarks/gpu.py --output runs/gpu --nanot5 nanoT5` measures all of this in about 25 minutes on one H200,
-H100 or A100. Repeat it until nothing is left; `--report` then writes this page. `--device cpu --tiny` tries it
-without a GPU.
+Measured by benchmarks/gpu.py, whose head says how.
 """
 _CHECK = ("passed", "passed", ""), ("result", "result", ""), ("waiting for data", "data_share", ".2%")
 _CHECK += (("s/step", "seconds_per_step", ".4f"),)
@@ -26,18 +24,24 @@ _TABLES = {
         [("ms", "ms", ".3f"), ("spread", "spread", ".0%"), ("host ms", "host_ms", ".2f"),
          ("TFLOP/s", "tflops", ".0f"), ("MiB", "mib", ",.0f"), ("output error", "output_error", ".1e"),
          ("gradient error", "gradient_error", ".1e")]),
+    "kernels": ("Attention kernels", "Forward and backward with a trained T5 bias of 12 heads of 64, bf16: "
+        "milliseconds of each Triton kernel, from a trace. *before*: the tree that `--before` names.",
+        [("forward", "forward", ".3f"), ("dq and bias", "dq and bias", ".3f"), ("dk and dv", "dk and dv", ".3f"),
+         ("sum", "ms", ".3f"), ("TFLOP/s", "tflops", ".0f")]),
+    "cudnn": ("cuDNN", "cuDNN's attention with a bias matrix and its gradient: 128 x 512, 12 heads of 64, bf16.",
+        [("ms", "ms", ".3f"), ("TFLOP/s", "tflops", ".0f"), ("gradient error", "gradient_error", ".1e")]),
     "step": ("A training step", "Random tokens, three interleaved turns of up to 30 steps for each loop; a turn ends "
-        "with a synchronization. Seconds are\nthe median of the turns. The share of peak is that of the data sheet "
-        "(dense bf16). T5 trains without dropout, as nanoT5 does.",
-        [("s/step", "seconds", ".4f"), ("spread", "spread", ".0%"), ("steps", "steps", ""),
+        "with a synchronization. Seconds are\nthe median of the turns, *host* is Python's time for queuing a step. "
+        "The share of peak is that of the data sheet (dense bf16). T5 trains without dropout, as nanoT5 does.",
+        [("s/step", "seconds", ".4f"), ("host", "host", ".4f"), ("spread", "spread", ".0%"), ("steps", "steps", ""),
          ("tokens/s", "tokens_per_second", ",.0f"), ("of peak", "share_of_peak", ".0%"),
          ("allocated MiB", "allocated", ",.0f"), ("reserved MiB", "reserved", ",.0f"),
-         ("interleaved", "interleaved", "")]),
+         ("interleaved", "interleaved", ""), ("device idle", "idle", ".1%")]),
     "memory": ("Memory", "Three training steps, MiB. Goal: predicted within 8 % of allocated.",
         [("predicted", "predicted", ",.0f"), ("allocated", "allocated", ",.0f"), ("reserved", "reserved", ",.0f"),
          ("predicted / allocated", "ratio", ".3f")]),
     "tiles": ("Tiles", "Milliseconds of a pass with one kernel's tile changed (queries, keys, warps, stages).",
-        [("512 tokens", "ms_512", ".3f"), ("2,048 tokens", "ms_2048", ".3f")]),
+        [("512 tokens", "ms_short", ".3f"), ("2,048 tokens", "ms_long", ".3f")]),
     "pytest": ("Tests", "`pytest -m gpu`, file by file.", _CHECK[:2]),
     "loop": ("The training loop", "The script on the GPU. A resumed run is compared with an uninterrupted "
         "one of 12 steps. Goals: the device is idle, and the\nloop waits for data, in less than 2 % of the time.",
@@ -57,10 +61,19 @@ def report(rows: list[Row], page: Path) -> None:
         head = " | ".join(["inputs", "", *(column[0] for column in columns)])
         table = "\n".join([f"| {head} |", f"|{'---|' * (len(columns) + 2)}", *lines]) if lines else "Not measured yet."
         sections.append("\n\n".join(filter(None, [f"## {title}", says, table])) + "\n")
+        sections += [f"{_kernels(row)}\n" for row in found if row.get("kernels")]
         for row in found:
             if row.get("paste"):
                 sections.append(f"For `MEASURED` in attention/kernels/tiles.py:\n\n```python\n{row['paste']}\n```\n")
     page.write_text("\n".join(sections), encoding="utf-8")
+
+
+def _kernels(row: Row) -> str:
+    """Table of a traced step's kernels by kind."""
+    lines = [f"| {kind} | {took:.2f} | {launches:.0f} |" for kind, (took, launches) in row["kernels"].items()]
+    total, launches = (sum(column) for column in zip(*row["kernels"].values(), strict=True))
+    head = f"Kernels of a step of {row['name']} ({_inputs(row)}):\n\n| kind | ms | launches |\n|---|---|---|\n"
+    return head + "\n".join([*lines, f"| all | {total:.1f} | {launches:.0f} |"])
 
 
 def _merged(rows: list[Row]) -> list[Row]:

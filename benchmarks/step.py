@@ -26,10 +26,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from gpu_trace import by_kind, idle_share, kernels_in, profiler_of
 from peaks import measured_peak
 from step_data import MASKED, batches_of
 from step_loops import LOOPS, NANOT5_MODEL, Shape, config_of, nanot5
@@ -52,7 +54,10 @@ DRAWN = 8  # batches that are drawn once and repeated on a GPU, where drawing on
 
 
 class Turns(IterableDataset):
-    """Batches that are handed out when the parent says how many; what a turn cost is reported at its end."""
+    """Batches that are handed out when the parent says how many; what a turn cost is reported at its end.
+
+    A number below 0 asks for so many steps under the profiler.
+    """
 
     def __init__(self, batches: Iterator[dict[str, Tensor]], out: object) -> None:
         self.batches, self.out = batches, out
@@ -60,14 +65,20 @@ class Turns(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         while steps := int(sys.stdin.readline() or 0):
             cpu, wall, tokens = time.process_time(), time.perf_counter(), 0
-            for _ in range(steps):
-                batch = next(self.batches)
-                tokens += tokens_of(batch)
-                yield batch
-            if torch.cuda.is_available():  # steps are launched asynchronously
-                torch.cuda.synchronize()
-            turn = {"steps": steps, "cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall}
-            print(json.dumps({**turn, "tokens": tokens, **memory()}), file=self.out, flush=True)
+            profiler = profiler_of("cuda" if torch.cuda.is_available() else "cpu") if steps < 0 else nullcontext()
+            with profiler:
+                for _ in range(abs(steps)):
+                    batch = next(self.batches)
+                    tokens += tokens_of(batch)
+                    yield batch
+                host = time.perf_counter() - wall
+                if torch.cuda.is_available():  # steps are launched asynchronously
+                    torch.cuda.synchronize()
+            turn = {"steps": abs(steps), "cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall}
+            if steps < 0:
+                kernels = kernels_in(profiler)
+                turn |= {"kernels": by_kind(kernels, -steps), "idle": idle_share(kernels)}
+            print(json.dumps({**turn, "host": host, "tokens": tokens, **memory()}), file=self.out, flush=True)
         os._exit(0)
 
 
@@ -99,24 +110,44 @@ def train_in_turns(loop: str, shape: Shape, precision: str, checkout: Path | Non
         LOOPS[loop](shape, Turns(batches, out), precision)
 
 
-class Worker:
-    """A process that trains with one loop, a turn at a time."""
+def environment_of(tree: Path) -> dict[str, str]:
+    """Environment of a process that imports our packages from another checkout."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])}
 
-    def __init__(self, loop: str, shape: Shape, precision: str, logs: Path, checkout: Path | None = None) -> None:
+
+class Worker:
+    """A process that trains with one loop, a turn at a time; `tree` is where it imports our packages from."""
+
+    def __init__(
+        self,
+        loop: str,
+        shape: Shape,
+        precision: str,
+        logs: Path,
+        checkout: Path | None = None,
+        tree: Path | None = None,
+    ) -> None:
         command = [sys.executable, __file__, "--worker", loop, json.dumps(asdict(shape)), "--precision", precision]
         if checkout:
             command += ["--nanot5", str(checkout)]
-        name = f"{Path(shape.preset).stem}-{shape.rows}-{loop}".replace("/", "_").replace(" ", "_")
+        name = f"{Path(shape.preset).stem}-{shape.rows}-{loop}{'-before' if tree else ''}"
+        name = name.replace("/", "_").replace(" ", "_")
         self.path = logs / f"{name}.log"
         self.log = self.path.open("w")
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, bufsize=1
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            bufsize=1,
+            env=environment_of(tree) if tree else None,
         )
         self.turns: list[dict[str, float]] = []
         self.failed = False
 
     def begin(self, steps: int) -> None:
-        """Let it train on so many batches (a loop that fetches ahead is one batch late)."""
+        """Let it train on so many batches (a loop that fetches ahead is one batch late); below 0: traced."""
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(f"{steps}\n")
 

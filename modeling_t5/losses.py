@@ -24,8 +24,24 @@ from lm_experiments_tools.modules.devices import has_kernels
 from lm_experiments_tools.modules.fast_step import is_unwrapped
 from lm_experiments_tools.modules.losses import exact
 
-LOSS_CHUNK = 2048  # target tokens whose logits are held at once where nobody asks for logits
+LOSS_CHUNK = 2048  # target tokens whose logits are held at once where nobody asks for logits; see `default_chunk`
+LOGITS_SHARE = 64  # of a GPU's memory, 1 / 64 may be logits
 BLOCK = 2**19  # logits in float32 that a CPU turns into gradients at a time: 2 MiB, which its caches hold
+
+
+@torch.compiler.assume_constant_result
+def default_chunk(device: torch.device, bytes_per_token: int) -> int:
+    """Number of target tokens whose logits are held at once where nobody asks for logits: more on a large GPU.
+
+    Each chunk reads and writes the weight's full gradient. The number depends on the GPU's memory, not on what of it
+    is free, so that a resumed run adds the same sums.
+
+    Args:
+        bytes_per_token: size of the logits of one token.
+    """
+    if device.type != "cuda":
+        return LOSS_CHUNK
+    return max(LOSS_CHUNK, torch.cuda.get_device_properties(device).total_memory // LOGITS_SHARE // bytes_per_token)
 
 
 def token_loss(logits: Tensor, labels: Tensor, z_loss: float = 0.0, label_smoothing: float = 0.0) -> Tensor:

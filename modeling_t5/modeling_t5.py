@@ -30,7 +30,7 @@ from modeling_t5.configuration_t5 import T5Config
 from modeling_t5.layers import T5Attention as T5Attention  # found here too, by configurations
 from modeling_t5.layers import T5CDQAttention as T5CDQAttention
 from modeling_t5.layers import T5ClassificationHead
-from modeling_t5.losses import IGNORED, LOSS_CHUNK, chunked_token_loss, token_loss
+from modeling_t5.losses import IGNORED, chunked_token_loss, compute_dtype, default_chunk, token_loss
 from modeling_t5.stack import T5PreTrainedModel, T5Stack
 
 
@@ -252,7 +252,7 @@ class T5ForConditionalGeneration(T5Model, GenerationMixin):
             x = x * self.config.d_model**-0.5
         chunk_size = self.config.cross_entropy_chunk_size
         if not chunk_size and self.is_fast and return_logits is False and self.config.final_softcap is None:
-            chunk_size = LOSS_CHUNK
+            chunk_size = default_chunk(x.device, self.config.vocab_size * compute_dtype(x).itemsize)
         if return_logits is None:
             return_logits = not self.training
         is_chunked = labels is not None and chunk_size > 0

@@ -342,12 +342,19 @@ class Backend(Workers):
         max_value: float | None,
         names: Callable[[], list[str]],
     ) -> PendingStep:
-        _clip(parameters, norm, max_norm, max_value)
+        multiplies = hasattr(self.optimizer, "grad_factor")
+        if max_norm and multiplies:
+            # The optimizer multiplies gradients as it reads them: the factor of torch's clip_grads_with_norm_.
+            self.optimizer.grad_factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        else:
+            _clip(parameters, norm, max_norm, max_value)
         self.optimizer.found_inf, self.optimizer.grad_scale = (~norm.isfinite()).float(), None
         try:
             self.precision.step(self.optimizer, True)
         finally:
             del self.optimizer.found_inf, self.optimizer.grad_scale
+            if multiplies:
+                self.optimizer.grad_factor = None
         self.optimizer.zero_grad(set_to_none=True)
         read = read_later(norm)
         return PendingStep(lambda: (read(), math.isfinite(read())), is_done=False, non_finite=names)

@@ -135,7 +135,8 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     torch._dynamo.config.recompile_limit = max(16, torch._dynamo.config.recompile_limit)  # twice T5's eight graphs
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    # DDP would split each block's graph at the bounds of its buckets. Gradients are sent block by block as it is.
+    # DDP would split each block's graph at the bounds of its buckets. Gradients are sent block by block as it is. FSDP
+    # shards each block after this, and its hooks run before and after the block's graph.
     torch._dynamo.config.optimize_ddp = torch._dynamo.config.optimize_ddp and not blocks
     parts = [getattr(module, name) for module in model.modules() for name in getattr(module, "compiled_parts", ())]
     for module in [*blocks, *parts] if blocks else [model]:
@@ -269,8 +270,8 @@ def _choose_compile(args: ExperimentArgs, device: str, config: Mapping[str, Any]
     kind = KINDS.get(config.get("model_type"))
     if isinstance(args, FinetuningArgs) or kind is None or args.validate_only:
         return False, "only pre-training of T5 and BERT is compiled"
-    if args.gradient_checkpointing or wanted_sharding():
-        return False, "sharding and recomputation are not compiled"
+    if args.gradient_checkpointing or wanted_sharding() == "DEEPSPEED":
+        return False, "DeepSpeed and recomputation are not compiled"
     if lacking := lacks_compiler(device):
         return False, lacking
     workers = wanted_processes()[0]

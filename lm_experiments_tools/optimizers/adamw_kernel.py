@@ -21,8 +21,8 @@ _BLOCK = 4096  # elements of a program
 
 @triton.jit
 def _kernel(
-    addresses, sizes, owners, starts, scales, found_inf, lr, least, beta1, rest1, beta2, rest2, eps, correction1,
-    correction2, kept, num_tensors, HAS_SKIP: tl.constexpr, BLOCK: tl.constexpr,
+    addresses, sizes, owners, starts, scales, found_inf, factor, lr, least, beta1, rest1, beta2, rest2, eps,
+    correction1, correction2, kept, num_tensors, HAS_SKIP: tl.constexpr, HAS_FACTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     owner, start = tl.load(owners + tl.program_id(0)), tl.load(starts + tl.program_id(0))
     places = start + tl.arange(0, BLOCK)
@@ -36,6 +36,8 @@ def _kernel(
     means = tl.load(row + 2 * num_tensors).to(tl.pointer_type(tl.float32)) + places
     squares = tl.load(row + 3 * num_tensors).to(tl.pointer_type(tl.float32)) + places
     gradient = tl.load(gradients, mask=inside, other=0.0)
+    if HAS_FACTOR:
+        gradient *= tl.load(factor)
     mean = beta1 * tl.load(means, mask=inside, other=0.0) + rest1 * gradient
     square = beta2 * tl.load(squares, mask=inside, other=0.0) + rest2 * gradient * gradient
     step_size = lr * tl.maximum(tl.load(scales + owner), least) / correction1
@@ -70,6 +72,7 @@ def adamw_scale_(
     weight_decay: float,
     step: int,
     found_inf: Tensor | None,
+    grad_factor: Tensor | None = None,
 ) -> None:
     """Apply a step of AdamWScale to weights and moments in place, by one Triton kernel for many parameters.
 
@@ -81,6 +84,7 @@ def adamw_scale_(
         eps: added to the square root of the bias-corrected second moment.
         step: number of this step, from 1.
         found_inf: 0-dim fp32 on the device; nothing is written unless it is 0. None always writes.
+        grad_factor: 0-dim fp32 on the device that multiplies the gradients as they are read; None for 1.
     """
     device = tensors[0][0].device
     sizes, owners, starts = _programs(tuple(weights.numel() for weights, *_ in tensors), device)
@@ -91,10 +95,12 @@ def adamw_scale_(
     factors = torch.stack(list(scales))
     decays = betas[0], 1 - betas[0], betas[1], 1 - betas[1]  # 1 - 0.999 has three digits less in fp32
     corrections = 1 - betas[0] ** step, (1 - betas[1] ** step) ** 0.5
-    constants: dict[str, Any] = {"HAS_SKIP": found_inf is not None, "BLOCK": _BLOCK, "num_warps": 8}
+    constants: dict[str, Any] = {"HAS_SKIP": found_inf is not None, "HAS_FACTOR": grad_factor is not None}
+    # A pointer that the kernel does not read is replaced by one that exists.
+    pointers_read = [factors if x is None else x for x in (found_inf, grad_factor)]
     with torch.cuda.device_of(tensors[0][0]):
         _kernel[(len(owners),)](
-            addresses, sizes, owners, starts, factors, factors if found_inf is None else found_inf, lr, least, *decays,
-            eps, *corrections, 1 - lr * weight_decay, len(tensors), **constants,
+            addresses, sizes, owners, starts, factors, *pointers_read, lr, least, *decays, eps, *corrections,
+            1 - lr * weight_decay, len(tensors), **constants, BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
     torch.autograd.graph.increment_version(tuple(x for one in tensors for x in (one[0], *one[2:])))

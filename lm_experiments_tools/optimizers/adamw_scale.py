@@ -49,9 +49,15 @@ class AdamWScale(Float32StateOptimizer):
         eps: added to sqrt(v).
         weight_decay: decoupled weight decay, times lr.
 
+    Attributes:
+        grad_factor: 0-dim fp32 tensor that multiplies the gradients of the next steps; None for 1. The kernel of a GPU
+            applies it as it reads them, which saves a pass over all gradients to clip their norm.
+
     Raises:
         ValueError: lr, eps or weight_decay below 0, or a beta outside [0, 1).
     """
+
+    grad_factor: Tensor | None = None
 
     def __init__(
         self,
@@ -72,6 +78,8 @@ class AdamWScale(Float32StateOptimizer):
         scales = root_mean_squares([p for parameters, _ in work for p in parameters])
         for parameters, group in work:
             for parameter in self._update_together(parameters, group, scales):
+                if self.grad_factor is not None:
+                    local(parameter.grad).mul_(self.grad_factor.to(parameter.device, non_blocking=True))
                 # on the CPU just before the update, when the weights are still in the cache
                 scale = scales[parameter] if parameter in scales else float(root_mean_square(parameter))
                 self._update(parameter, group, scale, known)
@@ -97,6 +105,8 @@ class AdamWScale(Float32StateOptimizer):
             skip, eps = self.skip_on(device), _corrected_eps(group, step)
             found_inf = None if skip is None else skip.found_inf
             options = {**settings, "eps": eps, "least": MIN_SCALE, "step": step, "found_inf": found_inf}
+            if self.grad_factor is not None:
+                options["grad_factor"] = self.grad_factor.to(device, non_blocking=True)
             adamw_kernel.adamw_scale_(*zip(*batch, strict=True), **options)
         return others
 

@@ -125,10 +125,36 @@ for given in ADAMW_SCALE_OPTIONS:
 """
 
 
-def test_the_kernel_for_all_parameters_makes_the_same_steps_in_the_interpreter():
+CLIPPED = """
+import torch
+from lm_experiments_tools.optimizers.adamw_kernel import adamw_scale_
+from tests.parity.test_optimizers_reference import parameters, set_gradients
+
+ours = parameters()
+set_gradients(ours, step=4)
+norm = torch.nn.utils.get_total_norm([p.grad for p in ours])
+settings = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.1, "least": 1e-3, "step": 1}
+found = []
+for factor in (None, torch.clamp(0.5 / (norm + 1e-6), max=1.0)):
+    if factor is None:
+        torch.nn.utils.clip_grads_with_norm_(ours, 0.5, norm)
+    else:
+        assert factor < 0.5
+        set_gradients(ours, step=4)
+    gradients = [p.grad for p in ours]
+    tensors = [(p.detach().clone(), g, torch.zeros_like(p), torch.zeros_like(p)) for p, g in zip(ours, gradients)]
+    scales = [p.detach().square().mean().sqrt() for p in ours]
+    adamw_scale_(tensors, scales, **settings, found_inf=torch.zeros(()), grad_factor=factor)
+    found.append([x for weights, _, *moments in tensors for x in (weights, *moments)])
+assert all(map(torch.equal, *found))
+"""
+
+
+@pytest.mark.parametrize("program", [TOGETHER, CLIPPED], ids=["steps", "clipped as it reads gradients: equal bits"])
+def test_the_kernel_for_all_parameters_makes_the_same_steps_in_the_interpreter(program):
     pytest.importorskip("triton", reason="triton is not installed")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", TOGETHER], cwd=ROOT, env=environment, text=True, capture_output=True)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,5 +1,7 @@
 """Numbers of modeling_t5 that could go wrong: float16 that overflows, and a loss whose logits are never whole."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -133,6 +135,14 @@ def test_gradient_made_in_the_forward_pass_is_autograds(dtype, extras, monkeypat
     else:
         tolerance = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
         torch.testing.assert_close((loss, *got), (wanted, *gradients), **tolerance)
+
+
+@pytest.mark.parametrize(("gib", "least", "most"), [(80, 128 * 114, 25_000), (24, 6000, 7000), (4, 2048, 2048)])
+def test_chunks_of_the_loss_grow_with_the_memory_of_a_gpu(monkeypatch, gib, least, most):
+    """All 14,592 target tokens of t5-v1_1-base's step at once on 80 GB; CPUs and small GPUs keep their number."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * 10**9))
+    assert least <= losses.default_chunk(torch.device("cuda", 0), 2 * 32128) <= most
+    assert losses.default_chunk(torch.device("cpu"), 2 * 32128) == 2048
 
 
 def test_speed_off_does_not_compile_the_loss(monkeypatch):

@@ -93,6 +93,14 @@ def test_compiling_has_to_pay_for_each_worker(machine):
         assert chosen(*t5(**ranks))[0][3] is (workers == 1)
 
 
+@pytest.mark.parametrize(
+    ("variable", "compiles"), [("ACCELERATE_USE_FSDP", True), ("ACCELERATE_USE_DEEPSPEED", False)]
+)
+def test_blocks_are_compiled_under_fsdp_and_not_under_deepspeed(machine, variable, compiles):
+    machine.setenv(variable, "true")
+    assert chosen(*t5())[0][3] is compiles
+
+
 def test_what_is_not_there_is_replaced_and_its_cost_said(machine):
     machine.setattr(speed, "has_bf16", lambda device: False)
     machine.setattr(speed, "lacks_compiler", lambda device: "there is no C++ compiler g++")
