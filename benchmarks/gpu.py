@@ -36,16 +36,18 @@ import traceback
 from collections.abc import Iterator
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from gpu_cases import Case, all_cases, last_line  # noqa: E402
 from gpu_report import report  # noqa: E402
-from step_loops import NANOT5_MODEL  # noqa: E402
+from gpu_trace import last_line  # noqa: E402
+
+if TYPE_CHECKING:
+    from gpu_cases import Case
 
 PARTS = "environment", "kernels", "step", "cudnn", "tiles", "pytest", "loop", "attention", "memory", "launchers"
 MARGIN = 10  # seconds between the last case's end and the budget's
@@ -195,8 +197,6 @@ def set_up(options: argparse.Namespace) -> dict[str, Any]:
         os.environ[variable] = str(options.output / "cache" / folder)
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if options.device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     tiny = options.output / "tiny_t5.json"
     tiny.write_text(json.dumps(_TINY))
@@ -226,6 +226,11 @@ def main() -> None:
         parser.error(f"--parts {','.join(sorted(unknown))}: choose of {', '.join(PARTS)}")
     if options.report:
         return report(Results(options.output / "results.jsonl").rows, options.output / "gpu.md")
+    if options.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # read where Triton is imported: by what follows
+    from gpu_cases import all_cases
+    from step_loops import NANOT5_MODEL
+
     # Noticed here, not in the middle of a lease by the worker that needs it.
     for (flag, folder), file in zip(checkouts_of(options).items(), (NANOT5_MODEL, "benchmarks/gpu.py"), strict=True):
         if folder and not (folder / file).is_file():

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from gpu_attention import attention, cudnn_bias, kernels, tile_compile, tile_search
-from gpu_trace import by_kind, idle_share, kernels_of, read_trace, waits_of
+from gpu_trace import by_kind, idle_share, kernels_of, last_line, read_trace, waits_of
 from peaks import measured_peak
 from step import Shape, Worker, flops_of
 
@@ -151,12 +151,6 @@ def _summary(turns: list[dict[str, float]], shape: Shape, loop: str) -> dict[str
         "allocated": last["memory"],
         "reserved": last.get("reserved"),
     }
-
-
-def last_line(text: str) -> str:
-    """The last line that says something, as of a traceback."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "no output"
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Kernels of a trace of torch.profiler (Chrome's JSON): time by kind, gaps between them, waits of the host."""
+"""Kernels of a trace of torch.profiler (Chrome's JSON): time by kind, gaps between them, waits of the host; logs."""
 
 from __future__ import annotations
 
@@ -84,3 +84,9 @@ def waits_of(trace: list[Event]) -> list[str]:
     # The trace ends with a synchronization of its own.
     begin, end = min(launches, default=0), max(launches, default=0)
     return [event["name"] for event in calls if _BLOCKING.search(event["name"]) and begin < event["ts"] < end]
+
+
+def last_line(text: str) -> str:
+    """The last line that says something, as of a traceback."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "no output"
