@@ -55,12 +55,18 @@ class Inputs(NamedTuple):
 Call = Callable[[Inputs], Tensor]
 
 
+def dtype_of(device: str) -> torch.dtype:
+    """bf16, but float32 on a CPU: products of bf16 are wrong in Triton's interpreter."""
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
 def make_inputs(batch: int, heads: int, length: int, device: str) -> Inputs:
     torch.manual_seed(0)
     shape = batch, heads, length, HEAD_DIM
-    drawn = [torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    dtype = dtype_of(device)
+    drawn = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for _ in range(3)]
     weight = torch.randn(32, heads, device=device)
-    matrix = dense_bias(T5Bias(weight), length, length, torch.bfloat16).detach()
+    matrix = dense_bias(T5Bias(weight), length, length, dtype).detach()
     return Inputs(*drawn, weight.requires_grad_(), matrix.requires_grad_())
 
 
@@ -202,7 +208,7 @@ def kernel_times(device: str) -> Iterator[dict[str, Any]]:
         batch, heads, passes = (batch, HEADS, PASSES) if device == "cuda" else (1, 2, 1)
         length = length if device == "cuda" else 32
         torch.manual_seed(0)
-        x = torch.randn(batch, length, 3, heads, HEAD_DIM, device=device, dtype=torch.bfloat16).requires_grad_()
+        x = torch.randn(batch, length, 3, heads, HEAD_DIM, device=device, dtype=dtype_of(device)).requires_grad_()
         bias = T5Bias(torch.randn(32, heads, device=device).requires_grad_(), not causal) if has_bias else None
 
         def one_pass(x: Tensor = x, bias: T5Bias | None = bias, causal: bool = causal) -> None:

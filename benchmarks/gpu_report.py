@@ -25,14 +25,14 @@ _TABLES = {
          ("TFLOP/s", "tflops", ".0f"), ("MiB", "mib", ",.0f"), ("output error", "output_error", ".1e"),
          ("gradient error", "gradient_error", ".1e")]),
     "kernels": ("Attention kernels", "Forward and backward with a trained T5 bias of 12 heads of 64, bf16: "
-        "milliseconds of each Triton kernel, from a trace. *before*: the tree that `--before` names.",
+        "milliseconds of each Triton\nkernel, from a trace. *before*: the tree that `--before` names.",
         [("forward", "forward", ".3f"), ("dq and bias", "dq and bias", ".3f"), ("dk and dv", "dk and dv", ".3f"),
          ("sum", "ms", ".3f"), ("TFLOP/s", "tflops", ".0f")]),
     "cudnn": ("cuDNN", "cuDNN's attention with a bias matrix and its gradient: 128 x 512, 12 heads of 64, bf16.",
         [("ms", "ms", ".3f"), ("TFLOP/s", "tflops", ".0f"), ("gradient error", "gradient_error", ".1e")]),
     "step": ("A training step", "Random tokens, three interleaved turns of up to 30 steps for each loop; a turn ends "
         "with a synchronization. Seconds are\nthe median of the turns, *host* is Python's time for queuing a step. "
-        "The share of peak is that of the data sheet (dense bf16). T5 trains without dropout, as nanoT5 does.",
+        "The share of peak\nis that of the data sheet (dense bf16). T5 trains without dropout, as nanoT5 does.",
         [("s/step", "seconds", ".4f"), ("host", "host", ".4f"), ("spread", "spread", ".0%"), ("steps", "steps", ""),
          ("tokens/s", "tokens_per_second", ",.0f"), ("of peak", "share_of_peak", ".0%"),
          ("allocated MiB", "allocated", ",.0f"), ("reserved MiB", "reserved", ",.0f"),
