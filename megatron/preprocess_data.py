@@ -210,7 +210,7 @@ def _log_progress(interval: int, jobs: Sequence[tuple[Shard, str]], done: Iterab
     start, num_documents, num_bytes = time.perf_counter(), 0, 0
     for _, prefix in done:
         meta = read_meta(f"{prefix}-0")
-        documents = meta["num_documents"] + meta["bad_lines"]
+        documents = meta["num_documents"] + meta["empty_documents"] + meta["bad_lines"]
         passed = (num_documents + documents) // interval > num_documents // interval
         num_documents += documents
         num_bytes += meta["num_bytes"]

@@ -258,9 +258,10 @@ class ChunkMaker:
                 with open(rejected_path(self.settings.folder), "a", encoding="utf-8") as file:
                     file.writelines(f"{record.to_json()}\n" for record in text.rejected)
             text.rejected.clear()
+        chunk = Chunk(np.concatenate(parts), asdict(text.position))
         # Not after an error, which the iterator does not survive.
         self._open[request.stream] = text, documents
-        return Chunk(np.concatenate(parts), asdict(text.position))
+        return chunk
 
     def _text_at(self, request: ChunkRequest) -> tuple[StreamText, Iterator[Record]]:
         settings, begin = self.settings, Position(**request.begin)

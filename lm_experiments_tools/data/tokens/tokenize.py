@@ -463,10 +463,11 @@ def _meta(
 
 
 def _show_progress(show: bool | None, jobs: Sequence[tuple[Shard, str]], done: Iterable[tuple[Shard, str]]) -> None:
-    from tqdm import tqdm
+    if sys.stderr.isatty() if show is None else show:
+        from tqdm import tqdm
 
-    is_shown = sys.stderr.isatty() if show is None else show
-    for _ in tqdm(done, total=len(jobs), unit="shard", desc="tokenize", disable=not is_shown):
+        done = tqdm(done, total=len(jobs), unit="shard", desc="tokenize")
+    for _ in done:
         pass
 
 
