@@ -1,4 +1,4 @@
-"""Validation examples with the model's predictions: at each validation, and in the final `--report`."""
+"""The final `--report` of a run: losses, their curve, and validation examples with the model's predictions."""
 
 from __future__ import annotations
 
@@ -54,15 +54,17 @@ def write_report(trainer: TrainingLoop, vocabulary: Any, predict: Predict) -> No
 def _held_out(source: Any) -> list[dict[str, Tensor]]:
     """A few rows spread over the validation data, whose first rows may be the longest."""
     if not isinstance(source, ValidLoader):
-        return _rows(next(iter(source)), NUM_EXAMPLES)
+        return _rows(next(iter(source)))
     numbers = np.unique(np.linspace(0, source.num_samples - 1, NUM_EXAMPLES).astype(np.int64))
     batch = source.dataset.batch(numbers)
-    return _rows({name: torch.from_numpy(values) for name, values in batch.items()}, NUM_EXAMPLES)
+    return _rows({name: torch.from_numpy(values) for name, values in batch.items()})
 
 
-def _rows(batch: Mapping[str, Any], number: int) -> list[dict[str, Tensor]]:
+def _rows(batch: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     tensors = {name: value.cpu() for name, value in batch.items() if isinstance(value, Tensor) and value.dim() == 2}
-    return [{name: value[i] for name, value in tensors.items()} for i in range(min(number, len(batch["labels"])))]
+    return [
+        {name: value[i] for name, value in tensors.items()} for i in range(min(NUM_EXAMPLES, len(batch["labels"])))
+    ]
 
 
 def _predicted(

@@ -1,19 +1,13 @@
-"""Export a model as a folder for the Hugging Face Hub or as ONNX, and verify its logits.
+"""Export a model as a folder for the Hugging Face Hub, and verify its logits.
 
     lmtools export runs/t5 --to t5-mine
     lmtools export runs/t5/checkpoints/step_001000 --to t5-mine --max_shard_size 2GB
     lmtools export runs/t5 --average runs/t5/checkpoints/step_00[89]* --to t5-mine
     lmtools export runs/t5 --to t5-mine --push_to_hub me/t5-mine
-    lmtools export runs/summaries --output summaries.onnx
 
---to writes configuration, weights, tokenizer, generation settings, the code of your own classes and a model card
-without licence. The folder is created only if it loads with bit-identical logits.
-
---output writes model.onnx of a classifier, or encoder_model.onnx, decoder_model.onnx and decoder_with_past_model.onnx
-of an encoder-decoder, with configuration and tokenizer, and prints the largest difference from torch.
-`onnx_export.OnnxModel(folder)` runs it in ONNX Runtime.
-
-A LoRA adapter is merged into its base model. A run directory means its best checkpoint, else its last.
+The folder has configuration, weights, tokenizer, generation settings, the code of your own classes and a model card
+without licence. It is created only if it loads with bit-identical logits. A LoRA adapter is merged into its base
+model. A run directory means its best checkpoint, else its last.
 """
 
 from __future__ import annotations
@@ -29,7 +23,7 @@ POSITIONAL = "from_pretrained"
 
 @dataclass(frozen=True, kw_only=True)
 class ExportArgs:
-    """Which model to export, and in which form."""
+    """Which model to export, and where."""
 
     from_pretrained: str | None = None
     """Hugging Face name or folder, run directory or checkpoint. As the first argument it needs no flag."""
@@ -38,25 +32,17 @@ class ExportArgs:
     max_shard_size: str = "50GB"
     """Largest file of weights in --to, as in 5GB or 500MB."""
     average: tuple[str, ...] = ()
-    """Other checkpoints of the same model, for --to: the mean of their weights and its own is written."""
+    """Other checkpoints of the same model: the mean of their weights and its own is written."""
     push_to_hub: str | None = None
     """Private repository of the Hugging Face Hub, as me/my-t5, to which --to is uploaded; `hf auth login` first."""
-    output: str | None = None
-    """Folder to write as ONNX."""
     model_cls: str | None = None
-    """Class of the model for --to, as module:Class. None: the one it was saved from."""
+    """Class of the model, as module:Class. None: the one it was saved from."""
 
     def __post_init__(self) -> None:
         if self.from_pretrained is None:
             raise UserError("lmtools export: name the model, as in lmtools export runs/mine --to mine.")
-        if self.average and (self.to is None or self.output is not None):
-            raise UserError(
-                "--average writes a folder for Hugging Face: give --to alone; export that to ONNX afterwards."
-            )
-        if self.to is None and self.output is None:
-            raise UserError("there is nothing to write: give --to (Hugging Face) or --output (ONNX).")
-        if self.push_to_hub is not None and self.to is None:
-            raise UserError("--push_to_hub uploads the folder --to: give it too.")
+        if self.to is None:
+            raise UserError("there is nothing to write: give --to, a new folder.")
         check_shard_size(self.max_shard_size)
 
 
@@ -68,12 +54,9 @@ def check_shard_size(size: str) -> None:
 
 def run(args: ExportArgs) -> None:
     """Export a model as the flags say, and print what was written."""
-    if args.to is not None:
-        _to_hub(args, Path(args.to))
+    _to_hub(args, Path(args.to))
     if args.push_to_hub is not None:
         _upload(args.push_to_hub, args.to)
-    if args.output is not None:
-        _to_onnx(args, Path(args.output))
 
 
 def _to_hub(args: ExportArgs, folder: Path) -> None:
@@ -106,18 +89,3 @@ def _upload(name: str, folder: str) -> None:
     except (OSError, HfHubHTTPError, HFValidationError, LocalTokenNotFoundError) as error:
         raise UserError(f"--push_to_hub {name}: {first_line(error)}; {folder} is complete.") from error
     print(f"uploaded to {repository}, which you alone can see")
-
-
-def _to_onnx(args: ExportArgs, folder: Path) -> None:
-    from lm_experiments_tools.checkpoint.weights import copy_tokenizer
-    from lm_experiments_tools.models.saved import open_saved
-    from lm_experiments_tools.tools.onnx_export import check_onnxruntime, export
-
-    check_onnxruntime()
-    opened = open_saved(args.from_pretrained, args.model_cls)
-    differences = export(opened.model, folder)
-    if opened.source.path is not None:
-        copy_tokenizer(opened.source.path, folder)
-    for name, difference in differences.items():
-        size = sum(file.stat().st_size for file in folder.glob(f"{name}*")) / 2**20
-        print(f"{folder / name}: {size:.1f} MiB, differs from torch by at most {difference:.1e}")

@@ -29,7 +29,7 @@ COMMANDS = {
     "plan": "estimate the memory of a run before it starts; find settings that fit",
     "evaluate": "measure models, or checkpoints of a run, on the same data or by lm_eval, mteb, ...: one table",
     "generate": "generate text, fill in blanks or label texts with a model",
-    "export": "write a model for the Hugging Face Hub or as ONNX, and check that it loads with equal logits",
+    "export": "write a model for the Hugging Face Hub, and check that it loads with equal logits",
     "convert": "convert weights of t5-experiments, nanoT5 or t5x to a folder for from_pretrained",
     "compare": "a table of runs: progress, metrics, and the settings that differ",
     "doctor": "report what works here: versions, Horovod, devices",

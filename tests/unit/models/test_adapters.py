@@ -18,7 +18,7 @@ from lm_experiments_tools.models.tokenizers import load_tokenizer
 from lm_experiments_tools.modules.inspection import saved_state
 from lm_experiments_tools.optimizers import build_optimizer
 from tests.helpers.damage import truncate
-from tests.helpers.pretrained_toys import save_toy, toy_args, toy_batch
+from tests.helpers.pretrained_toys import save_toy, toy_args, toy_batch, toy_tokenizer
 
 AUTO = {
     "encoder": AutoModelForSequenceClassification,
@@ -209,3 +209,18 @@ def test_an_adapter_of_another_model_or_kind_is_refused(bases, tmp_path):
             made(toy_args(tmp_path, tokenizer=str(bases["decoder"])))
     finally:
         (tmp_path / "moved").rename(bases["encoder-decoder"])
+
+
+def test_a_classifiers_adapter_is_merged_with_its_head(tmp_path):
+    base = save_toy("encoder", tmp_path / "base")
+    model = pretrained_model(toy_args(base, "encoder", peft="lora"), toy_tokenizer(), ("no", "so", "yes")).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    (tmp_path / "adapter").mkdir()
+    save_model(tmp_path / "adapter", model)
+    batch = toy_batch("encoder")
+    merged = open_saved(str(tmp_path / "adapter")).model
+    assert merged.config.id2label == {0: "no", 1: "so", 2: "yes"}
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    torch.testing.assert_close(merged(**batch).logits, model(**batch).logits, atol=1e-5, rtol=1e-4)

@@ -40,8 +40,3 @@ def test_another_model_is_refused_and_nothing_is_written(checkpoints, tmp_path):
     with pytest.raises(UserError, match=r"--average .*step_3 is another model: shared"):
         run(ExportArgs(from_pretrained=checkpoints[0], average=(checkpoints[3],), to=str(tmp_path / "mean")))
     assert not (tmp_path / "mean").exists()
-
-
-def test_averaging_to_onnx_is_refused():
-    with pytest.raises(UserError, match="give --to alone"):
-        ExportArgs(from_pretrained="a", average=("b",), output="c")
