@@ -47,7 +47,7 @@ def cpu_asked(environ: Mapping[str, str] = os.environ) -> bool:
 def check_device(initialized: bool) -> None:
     """Check that the GPUs suffice for what the launcher's environment asks for. Raises UserError.
 
-    FSDP and DeepSpeed need a GPU. Without CPU mode, each worker of this machine needs a GPU of its own. An Accelerator
+    FSDP and DeepSpeed need a GPU; without CPU mode, each worker of this machine needs one of its own. An Accelerator
     that exists already has chosen a device (`initialized`).
     """
     sharding, (count, _) = wanted_sharding(), wanted_processes()
