@@ -59,8 +59,6 @@ def get_backend(args: TrainerArgs) -> Backend:
             f"--backend {name} was asked for, but the launcher is one of {detected}, so each worker would train "
             f"alone: leave --backend out or start with the launcher of {name}"
         )
-    if name not in BACKENDS:
-        raise UserError(f"--backend {name}: choose auto or one of {', '.join(BACKENDS)}")
     backend = resolve_name(f"{__name__}.{BACKENDS[name]}").from_args(args)
     backend.reproduce(args)
     return backend

@@ -74,10 +74,7 @@ def fill_config(config: dict[str, Any], args: TrainerArgs, world_size: int, sour
 
 
 def fill(config: dict[str, Any], key: str, value: Any, flag: str | None, source: str) -> None:
-    """Set one entry of a DeepSpeed configuration, such as "fp16.enabled", if it is absent or "auto".
-
-    UserError, which names `source`, for another value than that of the `flag`; None accepts any.
-    """
+    """Set one entry of a DeepSpeed configuration if it is open; UserError if it contradicts a flag (None: none)."""
     *parents, leaf = key.split(".")
     for parent in parents:
         config = config.setdefault(parent, {})

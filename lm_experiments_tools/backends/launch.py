@@ -23,16 +23,12 @@ logger = logging.getLogger(__name__)
 
 COUNTS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE")  # variables in which launchers tell it
 SHARDING = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED"}  # variable -> distributed_type
-SUPPORTED_TYPES = {"NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "FSDP", "DEEPSPEED"}
 CPU_FORM = "`torchrun --nproc_per_node {n} SCRIPT ...` trains on CPUs with DDP"
 
 
 def wanted_sharding(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Sharding that the launcher's environment requests: "FSDP", "DEEPSPEED" or None. Raises UserError for both."""
-    wanted = [kind for variable, kind in SHARDING.items() if environ.get(variable, "false").lower() == "true"]
-    if len(wanted) > 1:
-        raise UserError(f"the launcher asked for {' and '.join(wanted)} (ACCELERATE_USE_...): choose one")
-    return wanted[0] if wanted else None
+    """Sharding that the launcher's environment requests: "FSDP", "DEEPSPEED" or None."""
+    return next((kind for name, kind in SHARDING.items() if environ.get(name, "false").lower() == "true"), None)
 
 
 def wanted_processes(environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
@@ -51,7 +47,7 @@ def cpu_asked(environ: Mapping[str, str] = os.environ) -> bool:
 def check_device(initialized: bool) -> None:
     """Check that the GPUs suffice for what the launcher's environment asks for. Raises UserError.
 
-    FSDP and DeepSpeed need a GPU. Without CPU mode, each worker of this machine needs a GPU of its own. An Accelerator
+    FSDP and DeepSpeed need a GPU; without CPU mode, each worker of this machine needs one of its own. An Accelerator
     that exists already has chosen a device (`initialized`).
     """
     sharding, (count, _) = wanted_sharding(), wanted_processes()
@@ -92,8 +88,6 @@ def check_accelerator(accelerator: Accelerator) -> None:
             f"the launcher asked for {sharding} but Accelerate runs {kind} on {found} worker(s): it shards on at "
             "least two workers with a GPU each, never with ACCELERATE_USE_CPU"
         )
-    if kind not in SUPPORTED_TYPES:
-        raise UserError(f"distributed_type {kind} is not supported: choose DDP, FSDP (version 2) or DeepSpeed")
     if accelerator.parallelism_config is not None:
         raise UserError("the Accelerator's parallelism_config is not supported: only data parallelism is")
     # `accelerate launch` sets this variable.

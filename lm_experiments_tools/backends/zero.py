@@ -213,10 +213,7 @@ class LossScale:
         self.loss_scaler = loss_scaler
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the loss scale, with the entries of `torch.amp.GradScaler` and two of DeepSpeed.
-
-        DeepSpeed's entries are `good_steps` and `hysteresis`.
-        """
+        """State of the loss scale, with the entries of `torch.amp.GradScaler`, and `good_steps` and `hysteresis`."""
         scaler = self.loss_scaler
         good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
         return {

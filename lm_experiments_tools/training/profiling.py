@@ -64,10 +64,7 @@ def profile_callback(args: TrainerArgs, step: int, backend: Backend) -> ProfileC
         return None
     start = min(step + _WARM_UP, args.iters - number) if args.profile_after is None else args.profile_after
     if start <= step or start + number > args.iters:
-        say(
-            backend,
-            f"--profile: updates {start + 1} to {start + number} were to be traced, which is left out: "
-            f"this start traces from its second one, {step + 2}, to {args.iters}",
-        )
+        updates = f"updates {start + 1} to {start + number} are not among {step + 2} to {args.iters} of this start"
+        say(backend, f"--profile traces nothing: {updates}")
         return None
     return ProfileCallback(start, number, Path(args.model_path) / "profile")

@@ -241,10 +241,7 @@ class Restorer:
 
     def _check_validation(self, state: TrainState) -> None:
         if None not in (self.valid_data, state.valid_fingerprint) and self.valid_data != state.valid_fingerprint:
-            say(
-                self.backend,
-                "the validation data is not that of the checkpoint: best metric and patience start afresh",
-            )
+            say(self.backend, "validation data is not that of the checkpoint: best metric and patience start afresh")
             state.best_metric, state.best_step, state.patience = None, None, 0
 
     def _record_facts(self, state: TrainState, facts: dict[str, Any]) -> None:

@@ -255,11 +255,7 @@ class LearningRate:
 
     Attributes:
         base: initial rate of each parameter group; None if the optimizer computes its own (relative_step).
-        plateau: state of `--use_lr_drop`; None without this flag.
-        length: number of updates at which the schedule ends.
-
-    Args:
-        start: first step of the phase that ends at `--iters`.
+        length: number of updates at which the schedule ends, from the first step of a phase that ends at `--iters`.
     """
 
     def __init__(self, args: TrainerArgs, optimizer: Optimizer | None, start: int = 0) -> None:

@@ -449,11 +449,7 @@ class TrainingLoop:
         }
 
     def load(self, source: str | Path) -> None:
-        """Load the weights of a checkpoint into the model, for example the best ones before a final evaluation.
-
-        Args:
-            source: folder of the checkpoint.
-        """
+        """Load the weights in the folder of a checkpoint into the model, for example the best before an evaluation."""
         self._restorer.load_weights(Path(source))
 
     def save_metrics(self, save_path: str | Path | None) -> None:
