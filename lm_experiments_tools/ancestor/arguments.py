@@ -104,6 +104,11 @@ class TrainerArgs(TrainerAccelerateArgs, metaclass=_ReturnsCurrentArgs):
     max_loss_scale: float | None = _flag(2.0**24, "the loss scale never rises above this")
 
 
+# `help` shows no metadata. The defaults that these name are not those of the current class.
+_HELP = [f"    {f.name}: {f.metadata['help'].rpartition(' (default')[0]}\n" for f in fields(TrainerArgs)]
+TrainerArgs.__doc__ = f"{TrainerArgs.__doc__}Fields:\n{''.join(_HELP)}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class _WithRate(today.TrainerArgs):
     """Current arguments with the learning rate of the program's optimizer."""

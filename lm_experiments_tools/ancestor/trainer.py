@@ -156,7 +156,9 @@ class _CompatibleTrainer(TrainingLoop):
 class Trainer(_CompatibleTrainer):
     """t5-experiments' trainer on Horovod.
 
-    Call: `Trainer(args, model, optimizer, train_dataloader, valid_dataloader, ...)`.
+    Call: `Trainer(args, model, optimizer, train_dataloader, valid_dataloader, ...)`; other arguments are
+    `train_sampler`, `batch_transform_fn`, `batch_metrics_fn`, `keep_for_metrics_fn`, `metrics_fn`, `forward_kwargs`,
+    `generate_kwargs` and `callbacks` of `lm_experiments_tools.training.trainer.TrainingLoop`, whose `help` tells more.
     """
 
     def __new__(cls, args: Any, model: Any, *others: Any, **options: Any) -> Any:
@@ -193,7 +195,7 @@ class Trainer(_CompatibleTrainer):
 class TrainerAccelerate(_CompatibleTrainer):
     """t5-experiments' trainer on an `accelerate.Accelerator`.
 
-    Call: `TrainerAccelerate(args, accelerator, model, optimizer, ...)`.
+    Call: `TrainerAccelerate(args, accelerator, model, optimizer, ...)`, with the other arguments of `Trainer`.
     """
 
     def __init__(

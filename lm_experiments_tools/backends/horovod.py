@@ -203,7 +203,8 @@ def _check_launch(world_size: int) -> None:
     if wanted > world_size:
         raise UserError(
             f"the launcher started {wanted} workers ({source}) but Horovod sees {world_size}, so each would train "
-            f"alone; use `horovodrun -np {wanted} python ...` (mpirun and srun need a Horovod built with MPI)"
+            f"alone; use `horovodrun -np {wanted} python ...` (mpirun and srun need a Horovod built with MPI), or for "
+            "torchrun and accelerate launch TrainerAccelerate in place of Trainer"
         )
 
 

@@ -30,6 +30,7 @@ LENGTH = "length"  # a number of updates that may also be given in tokens
 TRUE_WORDS = ("true", "yes", "on", "1")
 FALSE_WORDS = ("false", "no", "off", "0")
 NULL_WORDS = ("null", "none", "~", "")
+_INSTEAD = {"num_warmup_steps": " (--warmup_ratio takes a fraction)"}  # of flags whose names mislead
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
 
 
@@ -106,6 +107,11 @@ class Flag:
     def is_list(self) -> bool:
         return typing.get_origin(self.annotation) is tuple
 
+    @property
+    def kind(self) -> str:
+        """Description of the value, for error messages."""
+        return describe(self.annotation) + _INSTEAD.get(self.name, "")
+
     def read(self, text: str) -> Any:
         """Parse the value of the flag, or one item of a tuple. Raises ValueError."""
         item = typing.get_args(self.annotation)[0] if self.is_list else self.annotation
@@ -114,7 +120,7 @@ class Flag:
                 return Tokens.read(text)
             return _value(text, item)
         except ValueError:
-            raise ValueError(f"takes {describe(self.annotation)}, not {text!r}") from None
+            raise ValueError(f"takes {self.kind}, not {text!r}") from None
 
 
 def _value(text: str, annotation: Any) -> Any:
@@ -229,13 +235,13 @@ def check_groups(args: Any, groups: Sequence[type]) -> None:
         value, kinds = getattr(args, name), (flag.annotation, *typing.get_args(flag.annotation))
         if isinstance(value, float) and int in kinds and float not in kinds:
             if not value.is_integer():
-                raise UserError(f"--{name} is {value}: it must be {describe(flag.annotation)}.")
+                raise UserError(f"--{name} is {value}: it must be {flag.kind}.")
             object.__setattr__(args, name, int(value))  # the dataclass is frozen
     for name, rule in _rules(args, groups, Range):
         value = getattr(args, name)
         # From Python: the command line has converted it.
         if isinstance(value, str):
-            raise UserError(f"--{name} is {value!r}: it must be {describe(flags_of(type(args))[name].annotation)}.")
+            raise UserError(f"--{name} is {value!r}: it must be {flags_of(type(args))[name].kind}.")
         if value is not None and not (math.isfinite(value) and rule.holds(value)):
             raise UserError(f"--{name} is {value}: {rule.reason.format(default=getattr(type(args), name))}.")
     for group in groups:

@@ -18,7 +18,7 @@ SYNONYMS = {
     "gradient_checkpointing": "activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing_kwargs",
     "init_checkpoint": "model_name model_name_or_path",
     "input_seq_len": "block_size max_seq_length max_source_length",
-    "iters": "max_steps num_steps train_steps",
+    "iters": "max_steps num_steps steps train_steps",
     "keep_checkpoints": "save_total_limit",
     "label_field": "label_column_name",
     "log_interval": "logging_steps logging_strategy",
@@ -75,7 +75,7 @@ GONE = {
     "find_lr find_lr_max find_lr_min": "try three rates in short runs, or examples/sweep_optuna.py",
     "log_maxima log_norms": "examples/log_norms.py logs norms by a callback",
     "model_name model_name_or_path model_type": "name the architecture by --model_cfg",
-    "no_cuda use_cpu": "set CUDA_VISIBLE_DEVICES= in the environment",
+    "device no_cuda use_cpu": "set CUDA_VISIBLE_DEVICES in the environment (empty: the CPU)",
     "find_micro_batch": "lmtools plan --fit auto finds a micro-batch that fits",
     "plan": "run lmtools plan with these flags",
     "overwrite_output_dir": "write --resume never",
@@ -95,10 +95,10 @@ def own_name(written: str, names: Mapping[str, Any]) -> str:
     return ALIASES[name] if name not in names and ALIASES.get(name) in names else name
 
 
-def suggestion(written: str, names: Mapping[str, Any], prefix: str = "") -> str:
+def suggestion(written: str, names: Mapping[str, Any], prefix: str = "", listed_by: str = "--help") -> str:
     """Return the end of the error message for an unknown flag or name: which existing one may be meant.
 
-    `prefix` is put before names, such as "--".
+    `prefix` is put before names, such as "--"; `listed_by` lists them.
     """
     wanted = written.strip("-").replace("-", "_").lower()
     foreign = {word: name for name, words in reversed(SYNONYMS.items()) if name in names for word in words.split()}
@@ -111,7 +111,7 @@ def suggestion(written: str, names: Mapping[str, Any], prefix: str = "") -> str:
     nearest = [known[word] for word in difflib.get_close_matches(wanted, known, n=1, cutoff=0.8)]
     nearest = nearest or [name for name in names if _abbreviates(wanted, name)]
     nearest = nearest or difflib.get_close_matches(wanted, names, n=1, cutoff=0.7 if len(wanted) > 5 else 0.5)
-    return f": did you mean {prefix}{nearest[0]}?" if nearest else ": --help lists what exists."
+    return f": did you mean {prefix}{nearest[0]}?" if nearest else f": {listed_by} lists what exists."
 
 
 def _abbreviates(short: str, name: str) -> bool:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 # The Auto class by which a stranger reads a model: the first one that gives exactly its class.
 READERS = (
-    "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForPreTraining", "AutoModelForCausalLM",
+    "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForPreTraining",
     "AutoModelForSequenceClassification", "AutoModel",
 )  # fmt: skip
 OURS = ("modeling_t5", "modeling_bert")

@@ -118,7 +118,7 @@ def described(
     started, folder = time.monotonic(), None if args.validate_only else args.model_path
     ending = f"; the same command{f' with --model_path {folder}' if is_new else ''} continues it"
     if commands is None:
-        ending = "; train() with this model_path continues it"
+        ending = "; a new object with this model_path continues it by train()"
     try:
         yield
         ending = ""
@@ -215,7 +215,12 @@ def warn_of_data(args: PretrainingArgs, data: PretrainingData) -> None:
                 args.valid_data_path,
                 path,
             )
-    rows = data.train.samples_per_epoch
+    warn_of_few_rows(args, data)
+
+
+def warn_of_few_rows(args: TrainerArgs, data: RunData) -> None:
+    """Warn if training data has fewer rows than a micro-batch, which then holds some of them twice."""
+    rows = None if data.train is None else data.train.samples_per_epoch
     if rows is not None and rows < args.batch_size:
         logger.warning("--data_path has %d rows, fewer than --batch_size %d: name more text", rows, args.batch_size)
 

@@ -32,6 +32,7 @@ from lm_experiments_tools.config.finetuning import (
     PretrainedArgs,
     TaskArgs,
 )
+from lm_experiments_tools.config.flags import AUTO
 from lm_experiments_tools.config.training import ModelArgs, PrecisionArgs
 from lm_experiments_tools.data.examples.dataset import encode_examples
 from lm_experiments_tools.data.examples.examples import Example, t5_text
@@ -45,7 +46,7 @@ from lm_experiments_tools.models.pretrained import pretrained_model
 from lm_experiments_tools.models.speed import choose_speed, fast_process
 from lm_experiments_tools.models.tokenizers import load_tokenizer
 from lm_experiments_tools.modules.inspection import evaluated, forward_names, is_adapted
-from lm_experiments_tools.recipes.common import show_run, start_run
+from lm_experiments_tools.recipes.common import described, show_run, start_run
 from lm_experiments_tools.recipes.finetuning import (
     evaluate_last,
     finetuning_loop,
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.recipes.finetuning_data import FinetuningData
     from lm_experiments_tools.recipes.settings import FineTuningSettings
+    from lm_experiments_tools.training.trainer import TrainingLoop
 
 logger = logging.getLogger(__name__)
 
@@ -201,16 +203,28 @@ class FineTuner:
         try:
             self._change(dict(settings))
             self._refuse_few_bits("train")
+            self._check_rows()
+            is_new = self.args.model_path == AUTO
             args = with_run_directory(self.args.resolved(), self.backend, "finetuning")
             self._check_folder(args.model_path)
-            self._check_rows()
-            run = start_run(args, self.backend)
-            data = self.data
+            ends = described(args, self.backend, is_new=is_new, trained=lambda: loop, commands=None)
+            with stop_button(lambda: loop), ends:
+                loop = self._start(args)
+                loop.train()
+                evaluate_last(loop, self.data)
+                loop.save_metrics(args.model_path)
         except UserError:
             # Refused settings must not stay: `predict` reads the labels of the data that they name.
             self.args = before
             self._forget_data()
             raise
+        self._epochs += ceil(loop.state.consumed_samples / self.data.train.samples_per_epoch)
+        self.backend.release()
+        return Results(loop.state.metrics)
+
+    def _start(self, args: FinetuningArgs) -> TrainingLoop:
+        """Open the run directory and the data of a training, and make its loop."""
+        run, data = start_run(args, self.backend), self.data
         per_epoch = data.train.samples_per_epoch
         args = args.with_epochs(per_epoch, self.backend.world_size)
         data.train.seek(0 if args.model_path else self._epochs * per_epoch)
@@ -220,13 +234,7 @@ class FineTuner:
         if self.args.resume_path() is not None:
             self.args = replace(self.args, resume="auto")  # it has been read, and must not undo what follows
         show_run(args, {}, run, self.backend, self.model, data)
-        with stop_button(lambda: loop):
-            loop.train()
-            evaluate_last(loop, data)
-        self._epochs += ceil(loop.state.consumed_samples / per_epoch)
-        loop.save_metrics(args.model_path)
-        self.backend.release()
-        return Results(loop.state.metrics)
+        return loop
 
     @fast
     def evaluate(self, split: str = "valid") -> dict[str, float]:
@@ -445,8 +453,6 @@ def _changed(args: FinetuningArgs | None, settings: dict[str, Any]) -> Finetunin
     """Arguments with these settings."""
     if settings.get("iters") is not None and settings.get("epochs") is not None:
         raise UserError("iters and epochs exclude each other: both say how long to train.")
-    if "iters" in settings:
-        settings = {"epochs": None, **settings}
     return changed_args(FinetuningArgs, args, settings, owner="FineTuner", refused=_REFUSED, as_flag=_as_flag)
 
 

@@ -28,7 +28,7 @@ from lm_experiments_tools.models.from_args import optimizer_from_args
 from lm_experiments_tools.models.pretrained import pretrained_model
 from lm_experiments_tools.models.tokenizers import load_tokenizer
 from lm_experiments_tools.modules.inspection import base_of, evaluated, forward_names
-from lm_experiments_tools.recipes.common import save_tokenizer, seed_worker, show_run, start_run
+from lm_experiments_tools.recipes.common import save_tokenizer, seed_worker, show_run, start_run, warn_of_few_rows
 from lm_experiments_tools.recipes.finetuning_data import FinetuningData, finetuning_data
 from lm_experiments_tools.recipes.recipe import Recipe
 from lm_experiments_tools.training.generators import preserved_random_state
@@ -175,6 +175,8 @@ def training_loop(
         tokenizer.save_pretrained(folder)
         write_task(folder, saved_task(args, data))
 
+    if backend.is_main and not args.validate_only:
+        warn_of_few_rows(args, data)
     optimizer = optimizer_from_args(args, model)
     seed_worker(args.seed, backend.rank)
     tokenizer_dir = save_tokenizer(args, backend, write)

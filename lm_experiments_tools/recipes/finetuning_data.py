@@ -60,6 +60,7 @@ logger = logging.getLogger(__name__)
 
 TARGET_STEP = 16  # SciTLDR, batches of 8 out of 64: 6 % padding; 16 % with 1, 9 % by lengths of inputs alone
 WINDOW = 2048  # rows sorted together; SciTLDR, batches of 8: 6 % padding, 14 % with the 256 rows of 32 batches
+_NO_ROWS = "no row, where the first line of a table is its header (--table_columns names columns of one without)"
 FIXED_SEED = 0  # of choices that are the same whatever --seed is: which examples, and the order of evaluation
 
 
@@ -185,8 +186,10 @@ class _Reader:
         rejected = RejectedRecords(args.max_bad_lines, of_rows=True, quiet=True)
         sources = (file_of_split(path, "train") for path in args.data_path)
         found = set().union(*(found_labels(path, self._label_fields(), rejected) for path in sources))
-        if not found:
+        if not found and rejected.lines:
             raise UserError(f"no example in {', '.join(args.data_path)} has a label: check --label_field.")
+        if not found:
+            raise UserError(f"there is no example in {', '.join(args.data_path)}: {_NO_ROWS}.")
         if args.task == "multi_label" and found <= {"0", "1"}:
             raise UserError("the only labels are 0 and 1: give the names of the labels by --label_names.")
         return saved if set(saved) == found else in_order(found)
@@ -213,8 +216,8 @@ class _Reader:
         if rejected.count > 1:
             logger.warning("%s", rejected)
         if example is None:
-            first = f", the first is {rejected.first}" if rejected.first else ""
-            raise UserError(f"there is no example in {', '.join(paths)} ({rejected.count} bad rows{first}).")
+            reason = f"{rejected.count} bad rows, the first is {rejected.first}" if rejected.count else _NO_ROWS
+            raise UserError(f"there is no example in {', '.join(paths)}: {reason}.")
 
     def _read(self, path: str, rejected: RejectedRecords, split: str, encoder: ExampleEncoder) -> Iterator[Example]:
         args, training = self.args, split == "train"

@@ -96,9 +96,15 @@ def changed_args(
         UserError: an unknown, refused or impossible setting.
     """
     known = {field.name: field for field in fields(args_class)}
+    # A length replaces one of an earlier call in the other unit.
+    if "iters" in settings:
+        settings = {"epochs": None, **settings}
+    elif settings.get("epochs") is not None:
+        settings = {"iters": known["iters"].default, **settings}
     for name in settings:
         if name not in known:
-            raise UserError(f"{owner} has no setting {name!r}{suggestion(name, known)}")
+            hint = suggestion(name, known, listed_by="the script's --help")
+            raise UserError(f"{owner} has no setting {name!r}{hint}")
         if name in refused and settings[name] != known[name].default:
             raise UserError(f"{owner} does not take {name}, a setting of {refused[name]} alone.")
     values = {name: as_flag(name, value, known[name].default) for name, value in settings.items()}

@@ -121,7 +121,7 @@ class PreTrainer:
         if self._has_trained and (args.model_path is None or args.model_path != self.args.model_path):
             raise UserError(
                 "this PreTrainer has trained, and a second train() continues the checkpoints of its model_path: give "
-                "both the same one, or make a new PreTrainer, which starts anew."
+                "both the same one, or save(folder), from whose weights PreTrainer(from_pretrained=folder) starts."
             )
         return Results(self._run(args).trainer.state.metrics)
 
@@ -163,16 +163,18 @@ class PreTrainer:
         is_new, args = args.model_path == AUTO, with_run_directory(args, self.backend, recipe_class.script)
         run_args = args
         # The usual schedule has the length of the run: a longer second call would find a kept one ended at 0.
-        if self._usual_schedule and args.lr_scheduler == self._usual_schedule and args.epochs is None:
+        stretches = bool(self._usual_schedule) and args.lr_scheduler == self._usual_schedule
+        if stretches and args.epochs is None:
             run_args = replace(args, num_training_steps=args.num_training_steps or args.iters)
         if isinstance(run_args, BertPretrainingArgs):
             recipe: Pretraining = BertPretraining(run_args, self._origins)
         else:
             recipe = T5Pretraining(run_args, self._origins, attempt(lambda: sources_of_phases(run_args)))
         recipe.backend, recipe.before = self.backend, self._recipe
+        recipe.stretches_schedule = stretches and args.num_training_steps is None
         try:
-            options = {"is_new": is_new, "trained": lambda: recipe.trainer}
-            with stop_button(options["trained"]), described(args, self.backend, **options, commands=None):
+            ends = described(args, self.backend, is_new=is_new, trained=lambda: recipe.trainer, commands=None)
+            with stop_button(lambda: recipe.trainer), ends:
                 recipe.train()
                 if not args.validate_only:
                     recipe.finish()

@@ -111,6 +111,7 @@ class Pretraining(Recipe):
 
     data: PretrainingData
     before: Pretraining | None = None  # on the same backend; freed once the settings of this run are accepted
+    stretches_schedule = False  # with --epochs: the schedule of a resumed run gets the length of this start
 
     @property
     @abstractmethod
@@ -179,6 +180,8 @@ class Pretraining(Recipe):
         self.data = data = self.build_data(phase, source)
         if phase.args.epochs is not None and data.train is not None:
             phase = in_updates_of_epochs(phase, data.train.samples_per_epoch, backend.world_size)
+            if self.stretches_schedule:
+                phase = replace(phase, args=replace(phase.args, num_training_steps=phase.last_step))
         args = with_valid_interval(phase.args, data.valid, backend)
         if backend.is_main:
             warn_of_data(args, data)
@@ -231,11 +234,15 @@ def with_valid_interval(args: PretrainingArgs, valid: ValidLoader | None, backen
     # A validation batch has as many rows as that of a step, and no backward pass.
     steps = len(valid) * TRAINED_PER_VALIDATED
     steps += -steps % args.log_interval
+    of = "examples that the model reads"
+    # A short run would be validated at its end alone. A validated batch takes a third of the time of a trained one.
+    if steps >= args.iters and len(valid) * TRAINED_PER_VALIDATED <= 3 * args.iters:
+        steps, of = ceil(args.iters / 2), "time"
     share = "; text that is generated costs more" if args.use_generate_on_valid else ""
     say(
         backend,
         f"validation every {steps} steps, of {len(valid)} batches: at most {100 / TRAINED_PER_VALIDATED:.0f} % of the "
-        f"examples that the model reads (--valid_interval, --valid_samples){share}",
+        f"{of} (--valid_interval, --valid_samples){share}",
     )
     return replace(args, valid_interval=steps)
 

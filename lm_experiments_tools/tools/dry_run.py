@@ -29,9 +29,11 @@ from lm_experiments_tools.recipes.t5 import T5Pretraining
 from lm_experiments_tools.recipes.t5_sources import sources_of_phases
 from lm_experiments_tools.tools import inspect
 from lm_experiments_tools.tracking.tracker import duration
+from lm_experiments_tools.training.distillation import DISTILLATION
 from lm_experiments_tools.training.phases import Phase
 
 _DOCUMENTS = 1000  # of text, which the run would tokenize whole
+_LOSSES = ("loss", "loss_mlm", "loss_nsp", "loss_lm", DISTILLATION, "bits_per_byte")  # those of all models
 _TIMED_STEPS = 2  # after one that allocates
 
 
@@ -66,6 +68,10 @@ def show(args: Any, origins: Mapping[str, str]) -> None:
         return
     largest = max(planned, key=lambda estimate: estimate.total)
     print("\n".join(f"  {line}".rstrip() for line in largest.lines()))
+    # With an adapter it has no weights of the base model.
+    saved = [p for p in largest.prepared.model.parameters() if p.requires_grad or getattr(args, "peft", None) is None]
+    size = sum(p.nbytes for p in saved) + largest.parts["optimizer state"]
+    print(f"  A checkpoint takes {size / 2**20:,.1f} MiB on disk; --keep_checkpoints {args.keep_checkpoints}.")
     if largest.total > memory_for_tensors("auto", largest.device):
         print("  It does not fit into the free memory, so no step is timed: lmtools plan --fit auto finds what fits.")
         return
@@ -88,6 +94,9 @@ def _check_models(args: Any, origins: Mapping[str, str]) -> None:
     phases = [Phase(part, args, number) for number, part in enumerate(phases_of(args))]
     for phase, source in with_models(phases, recipe.backend, recipe.special_tokens):
         recipe.check(phase.args, source)
+        metric, names = phase.args.optimize_metric, [*_LOSSES, *recipe.metric_names(phase.args)]
+        if metric not in names and not phase.args.lacks_validation():
+            raise UserError(f"--optimize_metric {metric}: validation gives {', '.join(names)}.")
 
 
 def _seconds_of_update(estimate: MemoryEstimate) -> float:

@@ -81,11 +81,11 @@ def _to_hub(args: ExportArgs, folder: Path) -> None:
 
 def _upload(name: str, folder: str) -> None:
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+    from huggingface_hub.errors import HFValidationError, HTTPError, LocalTokenNotFoundError
 
     try:
         repository = HfApi().create_repo(name, private=True, exist_ok=True)
         HfApi().upload_folder(repo_id=repository.repo_id, folder_path=folder)
-    except (OSError, HfHubHTTPError, HFValidationError, LocalTokenNotFoundError) as error:
+    except (OSError, HTTPError, HFValidationError, LocalTokenNotFoundError) as error:
         raise UserError(f"--push_to_hub {name}: {first_line(error)}; {folder} is complete.") from error
     print(f"uploaded to {repository}, which you alone can see")

@@ -41,8 +41,8 @@ _DOCUMENTS_AT_ONCE = 64
 
 def t5_sections(args: Any) -> Iterator[Section]:
     """Describe each data path of T5 pre-training, then the training examples made from all of them."""
+    valid, data = args.valid_data_path, T5Sources(replace(args, validate_only=False))
     args = replace(args, valid_data_path=None, validate_only=False)
-    data = T5Sources(args)
     os.chdir(args.working_folder())
     sources = []
     with tempfile.TemporaryDirectory() as folder:
@@ -50,6 +50,9 @@ def t5_sections(args: Any) -> Iterator[Section]:
             source = _t5_source(path, data, args, Path(folder) / str(number))
             sources.append(source)
             yield source.title(), token_facts(source), []
+        if valid is not None and not args.through_seqio():
+            source = _t5_source(valid, data, args, Path(folder) / "valid")
+            yield f"validation: {source.title()}", [], []
         yield _t5_training(args, sources, data, folder)
 
 
@@ -132,6 +135,9 @@ def bert_sections(args: Any) -> Iterator[Section]:
             source = _bert_source(path, tokenizer, args, Path(folder) / str(number))
             sources.append(source)
             yield source.title(), token_facts(source, args.packing == SENTENCES), []
+        if args.valid_data_path is not None:
+            source = _bert_source(args.valid_data_path, tokenizer, args, Path(folder) / "valid")
+            yield f"validation: {source.title()}", [], []
         yield _bert_training(args, sources, tokenizer, folder)
 
 

@@ -157,7 +157,8 @@ class Tracker:
         if _is_number(loss := metrics.get("loss")) and loss is not None:
             if self.bar is not None and split == "train":
                 self.bar.set_postfix_str(f"loss {_short(loss)}")
-            if self.curve is not None:
+            # Test data is evaluated once, after training: a point, not a curve.
+            if self.curve is not None and split != "test":
                 self.curve.add(split, step, _number(loss))
 
     def close(self) -> None:

@@ -81,7 +81,8 @@ def test_an_accelerator_of_the_users_own_is_checked_too(tmp_path, asked, words):
 def test_horovod_trainer_under_torchrun_is_refused(tmp_path):
     skip_without("horovod")
     source = "from lm_experiments_tools.backends.horovod import HorovodBackend as H\nH()\n"
-    assert "started 2 workers (WORLD_SIZE) but Horovod sees 1" in failed(tmp_path, torchrun(), source)
+    output = failed(tmp_path, torchrun(), source)
+    assert "started 2 workers (WORLD_SIZE) but Horovod sees 1" in output and "TrainerAccelerate" in output
 
 
 def test_the_wrong_backend_for_the_launcher_is_refused(tmp_path):

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_EXTRA_IDS = 100
 UNKNOWN_LIMIT = 0.01  # share of unknown tokens from which on a warning is logged
+_REMEDY = "is the vocabulary that of this language, made with enough --character_coverage (lmtools vocab)?"
 BYTES = "bytes"  # the name that is no file
 MASK_PIECES = ("[MASK]", "<mask>")
 MODEL_NAMES = ("spiece.model", "sentencepiece.model")  # of SentencePiece, in a folder
@@ -57,9 +58,7 @@ def find_sentinels(pieces: Mapping[str, int], is_unigram: bool) -> list[int]:
     return family(pieces, "<extra_id_{}>") or (family(pieces, "▁<extra_id_{}>") if is_unigram else [])
 
 
-def warn_of_unknown(
-    num_unknown: int, num_tokens: int, what: str, remedy: str = "is the vocabulary that of this language?"
-) -> float:
+def warn_of_unknown(num_unknown: int, num_tokens: int, what: str, remedy: str = _REMEDY) -> float:
     """Return the share of unknown tokens, 0 to 1, and log a warning from `UNKNOWN_LIMIT` on."""
     share = num_unknown / max(num_tokens, 1)
     if share >= UNKNOWN_LIMIT:

@@ -1,12 +1,17 @@
 """Trainers of programs written for t5-experiments: each start begins anew, and settings of its forks work."""
 
+import inspect
+import pydoc
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lm_experiments_tools.ancestor.trainer import _set_aside
+from lm_experiments_tools.ancestor.arguments import TrainerArgs
+from lm_experiments_tools.ancestor.trainer import Trainer, _set_aside
+from lm_experiments_tools.training.trainer import TrainingLoop
 from tests.helpers.toys import RaggedPairs, TinyLabeller
 
 
@@ -22,6 +27,15 @@ def test_an_earlier_start_is_kept_aside_and_may_be_begun_from(tmp_path):
     elsewhere = str(tmp_path / "model_6.pth")
     assert _set_aside(run, elsewhere) == elsewhere and (run / "checkpoints.2" / "step_000002").is_dir()
     assert _set_aside(run, None) is None
+
+
+def test_help_names_every_argument():
+    loop = inspect.signature(TrainingLoop.__init__).parameters.values()
+    names = {parameter.name for parameter in loop if parameter.kind is parameter.POSITIONAL_OR_KEYWORD}
+    shown = pydoc.render_doc(Trainer, renderer=pydoc.plaintext).partition("Method resolution order")[0]
+    assert all(f"{name}" in shown for name in names - {"self", "backend"})
+    shown = pydoc.render_doc(TrainerArgs, renderer=pydoc.plaintext).partition("Method resolution order")[0]
+    assert all(f" {field.name}: " in shown for field in fields(TrainerArgs)) and "(default" not in shown
 
 
 def trainer_of(valid, stop_metric_condition=None, **settings):

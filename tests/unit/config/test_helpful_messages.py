@@ -14,6 +14,7 @@ from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import load_model_config
 from lm_experiments_tools.recipes.finetuner import FineTuner
+from lm_experiments_tools.recipes.pretrainer import PreTrainer
 from tests.helpers.runs import T5_RUN, refused, words, write_toys
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
@@ -122,3 +123,25 @@ def test_a_share_of_the_data_for_validation_leads_to_validation_data():
     assert suggestion("val_set_size", known, "--") == ": here it is called --valid_fraction."
     known = FinetuningArgs.__dataclass_fields__
     assert suggestion("val_set_size", known, "--") == ": name a file of its own by --valid_data_path."
+
+
+@pytest.mark.parametrize("make", [FineTuner, PreTrainer])
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("steps", "here it is called iters"), ("device", "set CUDA_VISIBLE_DEVICES"), ("xyzzy", "the script's --help")],
+)
+def test_a_wrong_keyword_leads_to_what_python_takes(make, name, instead):
+    with pytest.raises(UserError, match=f"has no setting '{name}': {instead}"):
+        make("t5-small", **{name: 1})
+
+
+def test_a_fraction_of_warm_up_leads_to_its_own_flag(work):
+    refused(t5, "--num_warmup_steps takes .*--warmup_ratio.*, not '0.2'", num_warmup_steps=0.2)
+    with pytest.raises(UserError, match=r"--num_warmup_steps is 0.2: .*--warmup_ratio"):
+        TrainerArgs(num_warmup_steps=0.2)
+
+
+def test_unknown_tokens_lead_to_the_coverage_of_the_vocabulary(work, caplog):
+    (work / "other.txt").write_text("\u4f60\u597d " * 200)
+    t5(data_path="other.txt")
+    assert "are unknown tokens" in caplog.text and "--character_coverage" in caplog.text

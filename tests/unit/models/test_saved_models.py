@@ -136,3 +136,9 @@ def test_a_t5_whose_files_name_no_start_starts_with_padding(tmp_path):
         found.eval()
         assert torch.equal(found.generate(input_ids=ids, max_new_tokens=4), expected[0])
         torch.testing.assert_close(found(input_ids=ids, labels=ids).logits, expected[1])
+
+
+@pytest.mark.parametrize(("kind", "reader"), [("decoder", "CausalLM"), ("encoder", "PreTraining")])
+def test_a_model_is_read_by_the_class_that_its_users_know(tmp_path, kind, reader):
+    """transformers has GPT2LMHeadModel in AutoModelForPreTraining too."""
+    assert open_saved(str(save_toy(kind, tmp_path / kind))).reader == f"AutoModelFor{reader}"

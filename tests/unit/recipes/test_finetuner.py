@@ -134,6 +134,18 @@ def test_the_stop_button_of_a_notebook_ends_training_alone(folder, sets, monkeyp
         tuner.train(iters=9)
 
 
+def test_a_refused_start_leaves_no_folder_and_few_rows_are_warned_of(folder, sets, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LMTOOLS_RUNS", raising=False)
+    tuner = FineTuner(folder / "t5", **{**sets, "model_path": "auto"}, batch_size=32, iters=1, lr=1e-3, **LENGTHS)
+    for wrong in ({"data_path": "nowhere.jsonl"}, {"optimizer": "Nope"}):
+        with pytest.raises(UserError, match=r"nowhere|Nope"):
+            tuner.train(**wrong)
+        assert not (tmp_path / "runs").exists()
+    assert "valid" in tuner.train() and "--data_path has 24 rows, fewer than --batch_size 32" in caplog.text
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
 def weights_of(tuner):
     return {name: tensor.clone() for name, tensor in tuner.model.state_dict().items()}
 

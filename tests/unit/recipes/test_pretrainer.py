@@ -114,7 +114,7 @@ def test_what_needs_a_model_or_a_folder_says_so(work):
     with pytest.raises(UserError, match="the weights are random"):
         run.evaluate()
     run.train()
-    with pytest.raises(UserError, match="give both the same one"):
+    with pytest.raises(UserError, match="give both the same one, or save"):
         run.train(iters=2)
 
 
@@ -129,10 +129,11 @@ def test_a_run_is_evaluated_and_then_trained_on(work, make, validation):
     assert len(losses("run")) == 4
 
 
-def test_a_longer_second_call_has_the_usual_schedule_of_the_whole_length(work):
+@pytest.mark.parametrize("unit", ["iters", "epochs"])
+def test_a_longer_second_call_has_the_usual_schedule_of_the_whole_length(work, unit):
     run = t5(work, iters=4, model_path="run", valid_data_path=None)
     run.train()
-    run.train(iters=8)
+    run.train(**{unit: 8 if unit == "iters" else 8 * 4 / run._recipe.data.train.samples_per_epoch})
     lines = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text().splitlines()]
     rates = {line["step"]: line["lr"] for line in lines if line["split"] == "train"}
     # The cosine of transformers of 8 updates, 1 of them warm-up, after 4 updates of one half as long.

@@ -46,6 +46,16 @@ def test_validation_reads_at_most_one_example_for_twenty_and_a_restart_keeps_its
     assert sum(made) == 3 * 10 and 2 * 10 <= 0.05 * 120 * 4
 
 
+def test_a_short_run_is_validated_in_its_middle_if_that_is_cheap(made, monkeypatch, caplog):
+    monkeypatch.setattr(recipe, "VALID_SAMPLES", 10)
+    caplog.set_level("INFO")
+    start(iters=25)
+    assert [line["step"] for line in records("run", "valid")] == [13, 25]
+    assert "validation every 13 steps, of 3 batches: at most 5 % of the time" in caplog.text
+    start(iters=19, model_path="shorter")  # 3 of 19 batches without a backward pass: 5.3 %
+    assert [line["step"] for line in records("shorter", "valid")] == [19]
+
+
 def test_the_number_of_examples_is_limited_and_a_flag_overrides_it(made):
     start(iters=1)
     assert sum(made) == min(recipe.VALID_SAMPLES, 198)

@@ -1,5 +1,6 @@
 """`--dry_run`: what a run would do, and nothing of it done."""
 
+import json
 import math
 import re
 
@@ -151,3 +152,30 @@ def test_a_command_that_trains_nothing_has_no_dry_run(capsys):
     assert lmtools.main(["plan", "pretrain-t5", "--model_cfg", "t5-tiny", "--dry_run"]) == 2
     assert lmtools.main(["vocab", "--input", "t", "--size", "99", "--output", "v.model", "--dry_run"]) == 2
     assert capsys.readouterr().err.count("error: --dry_run is for the training scripts") == 2
+
+
+@pytest.mark.parametrize("kind", ["t5", "bert"])
+def test_validation_data_is_opened_and_its_metric_checked(kind, tmp_path, request, capsys):
+    flags, main = (
+        request.getfixturevalue(kind),
+        {"t5": run_t5_pretraining.main, "bert": run_bert_pretraining.main}[kind],
+    )
+    (tmp_path / "empty.jsonl").write_text("")
+    for wrong in ("absent.jsonl", "empty.jsonl"):
+        refused(main, wrong, words(**{**flags, "valid_data_path": wrong}, dry_run=True))
+    flags["valid_data_path"] = "text.jsonl"
+    assert "validation: text.jsonl" in printed(main, capsys, **flags)
+    refused(
+        main, "--optimize_metric rouge: validation gives loss", words(**flags, optimize_metric="rouge", dry_run=True)
+    )
+
+
+def test_the_size_of_a_checkpoint_is_that_on_the_disk(t5, tmp_path, monkeypatch, capsys):
+    (tmp_path / "tiny.json").write_text(json.dumps({**TINY, "d_model": 256, "d_ff": 512}))
+    flags = {**t5, "iters": 1}
+    shown = float(re.search(r"A checkpoint takes (\S+) MiB", printed(run_t5_pretraining.main, capsys, **flags))[1])
+    monkeypatch.undo()  # the loop of `untrained`
+    monkeypatch.chdir(tmp_path)
+    run_t5_pretraining.main(words(**flags))
+    size = sum(file.stat().st_size for file in (tmp_path / "run" / "last").rglob("*.safetensors"))
+    assert shown == pytest.approx(size / 2**20, rel=0.05) and size > 2**22

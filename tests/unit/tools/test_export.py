@@ -1,17 +1,20 @@
 """`lmtools export --to`: transformers loads the very model from the folder, also by the code of its card."""
 
+import base64
 import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import pytest
 import sentencepiece
 import torch
-from huggingface_hub import HfApi, ModelCard, RepoUrl
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -269,22 +272,52 @@ def test_refusals_leave_nothing_behind(tmp_path, capsys, monkeypatch, flags, mes
     assert [file.name for file in tmp_path.iterdir()] == ["MODEL"]
 
 
-def test_a_folder_is_uploaded_to_a_private_repository(run, tmp_path, monkeypatch, capsys):
-    calls = []
+class FakeHub(BaseHTTPRequestHandler):
+    """The Hub's answers to an upload, as huggingface_hub's client calls it; keeps the requests in `seen`."""
 
-    def create(api, name, **options):
-        calls.append((name, options))
-        return RepoUrl(f"https://huggingface.co/{name}")
+    seen: ClassVar[dict[str, str]] = {}
 
-    def upload(api, **options):
-        assert (Path(options["folder_path"]) / "model.safetensors").is_file()
-        calls.append(options["repo_id"])
+    def do_POST(self) -> None:
+        path = self.path.partition("?")[0]
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        self.seen[path] = body
+        where = f"http://127.0.0.1:{self.server.server_port}/me/t5"
+        answer = {"url": where, "commitUrl": f"{where}/commit/0", "commitOid": "0"}
+        if path.endswith("/preupload/main"):
+            files = [file["path"] for file in json.loads(body)["files"]]
+            answer = {"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in files]}
+        data = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
 
-    monkeypatch.setattr(HfApi, "create_repo", create)
-    monkeypatch.setattr(HfApi, "upload_folder", upload)
-    assert main(["export", str(run), "--to", str(tmp_path / "mine"), "--push_to_hub", "me/t5"]) == 0
-    assert calls == [("me/t5", {"private": True, "exist_ok": True}), "me/t5"]
-    assert "uploaded to https://huggingface.co/me/t5" in capsys.readouterr().out
-    monkeypatch.setattr(HfApi, "create_repo", lambda *args, **options: (_ for _ in ()).throw(OSError("offline")))
-    assert main(["export", str(run), "--to", str(tmp_path / "again"), "--push_to_hub", "me/t5"]) == 2
-    assert "--push_to_hub me/t5: offline" in capsys.readouterr().err and (tmp_path / "again").is_dir()
+    def log_message(self, *args: object) -> None:
+        """Log no request."""
+
+
+def test_a_folder_is_uploaded_to_a_private_repository(run, tmp_path):
+    """By huggingface_hub's own client, from a process of its own, since it reads the address at its import."""
+
+    def export(folder, address):
+        environ = {**os.environ, "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_me"}
+        command = [sys.executable, "-m", "lm_experiments_tools.tools.main", "export", str(run), "--to", str(folder)]
+        return subprocess.run([*command, "--push_to_hub", "me/t5"], env=environ, capture_output=True, text=True)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), FakeHub) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{hub.server_port}"
+        done = export(tmp_path / "mine", address)
+        hub.shutdown()
+    assert done.returncode == 0 and f"uploaded to {address}/me/t5" in done.stdout, done.stderr
+    asked = json.loads(FakeHub.seen["/api/repos/create"])
+    assert (asked["name"], asked["organization"], asked["private"]) == ("t5", "me", True)
+    lines = map(json.loads, FakeHub.seen["/api/models/me/t5/commit/main"].splitlines())
+    sent = {
+        line["value"]["path"]: base64.b64decode(line["value"]["content"]) for line in lines if line["key"] == "file"
+    }
+    assert sent == {file.name: file.read_bytes() for file in (tmp_path / "mine").iterdir()}
+    # Nobody listens there any more.
+    failed = export(tmp_path / "again", address)
+    assert failed.returncode == 2 and (tmp_path / "again").is_dir(), failed.stderr
+    assert "--push_to_hub me/t5: " in failed.stderr and "Traceback" not in failed.stderr

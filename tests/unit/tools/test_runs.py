@@ -121,6 +121,8 @@ def test_the_newest_settings_that_trained_are_compared(copied):
     (copied / "b" / "config.2.json").write_text(json.dumps({**config, "lr": 0.7, "validate_only": True}))
     found = differences([read_run(copied / "a"), read_run(copied / "b")])
     assert found["lr"] == [0.001, 0.5] and not {"COMMIT", "MACHINE", "ENV", "model_path"} & found.keys()
+    (copied / "b" / "config.3.json").write_text(json.dumps({**config, "peft": "lora"}))
+    assert differences([read_run(copied / "a"), read_run(copied / "b")])["peft"] == [None, "lora"]
 
 
 def test_the_best_value_is_that_of_the_metrics_direction(copied):

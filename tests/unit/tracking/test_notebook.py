@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lm_experiments_tools.tracking import notebook, progress
+from lm_experiments_tools.tracking import notebook, progress, tracker
 from lm_experiments_tools.tracking.notebook import LiveCurve, Results
 from lm_experiments_tools.tracking.progress import make_bar
 
@@ -72,6 +72,16 @@ def test_a_kernel_shows_bar_and_curve(tmp_path):
     assert picture.count(" ", picture.index("points="), picture.index('" fill')) == 2 and "train 1.000" in picture
     bar = "".join(output["text"] for output in outputs if output.output_type == "stream")
     assert "3/3" in bar and "loss 1.000" in bar
+
+
+def test_test_data_alone_draws_no_curve(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(LiveCurve, "add", lambda curve, *point: drawn.append(point))
+    monkeypatch.setattr(tracker, "live_curve", LiveCurve)
+    with tracker.Tracker(None, rank=0) as log:
+        for split in ("valid", "test"):
+            log.log(split, 3, 3, 3, {"loss": 2.0})
+    assert drawn == [("valid", 3, 2.0)]
 
 
 def test_an_error_of_the_user_is_one_line_in_a_kernel(tmp_path):

@@ -128,6 +128,13 @@ def test_settings_that_do_not_fit_the_data_are_a_sentence(content, flags, reason
     assert reason in str(raised.value)
 
 
+@pytest.mark.parametrize("flags", [{}, CLASSES])
+def test_a_table_of_a_header_alone_is_named_as_such(flags, tmp_path):
+    path = write(tmp_path / "a.tsv", "text\tlabel\n" if flags else "source\ttarget\n")
+    with pytest.raises(UserError, match=r"no example in .*a\.tsv: no row, where the first line .* header"):
+        read(word_tokenizer(), data_path=(path,), **flags)
+
+
 def test_unknown_label_of_the_validation_data_is_named(tmp_path):
     train = write(tmp_path / "a.jsonl", LABEL)
     valid = write(tmp_path / "b.jsonl", LABEL + '\n{"text": "w1", "label": "c"}\n')
@@ -168,7 +175,7 @@ def test_names_of_fields_that_no_model_reads_may_differ(tmp_path):
 def test_the_first_bad_row_is_named_where_all_are_bad_but_allowed(tmp_path):
     path = write_json(tmp_path / "a.jsonl", [{"sauce": "w1", "target": "w2"}] * 40)
     with pytest.raises(
-        UserError, match=r"no example in .* \(40 bad rows, the first is .*:1: no field s, source, .*--source"
+        UserError, match=r"no example in .*: 40 bad rows, the first is .*:1: no field s, source, .*--source"
     ):
         read(word_tokenizer(), data_path=(path,), max_bad_lines=100)
 
