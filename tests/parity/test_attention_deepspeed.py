@@ -1,8 +1,9 @@
-"""Layouts against DeepSpeed 0.19.6, the last release with `sparsity_config.py`; the file is fetched, never kept here.
+"""Layouts against DeepSpeed 0.19.6, the last release with `sparsity_config.py`, which is never kept here.
 
-    DEEPSPEED_SPARSITY_CONFIG=fetch python -m pytest tests/parity/test_attention_deepspeed.py
+    pip download --no-deps --no-binary :all: deepspeed==0.19.6 && tar xzf deepspeed-0.19.6.tar.gz
+    DEEPSPEED_SPARSITY_CONFIG=deepspeed-0.19.6/deepspeed/ops/sparse_attention/sparsity_config.py \
+      python -m pytest tests/parity/test_attention_deepspeed.py
 
-asks the package index for its source distribution; a path instead of `fetch` names the file itself.
 `python -m tests.parity.test_attention_deepspeed FILE` writes the stored layouts that the unit tests compare with.
 """
 
@@ -13,9 +14,7 @@ import importlib.util
 import json
 import os
 import random
-import subprocess
 import sys
-import tarfile
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +28,6 @@ from lm_experiments_tools.attention.layouts import SPARSITY_CONFIGS
 from tests.helpers import ROOT
 
 GOLDEN = ROOT / "tests" / "golden" / "attention_layouts.json"
-MEMBER = "deepspeed-0.19.6/deepspeed/ops/sparse_attention/sparsity_config.py"
 SHA256 = "8384ca6738911c851e412cdfd63eaa43b6d1f9a16b8dec33e93c34cf92f738fa"
 TRIALS = 1500
 
@@ -42,26 +40,11 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def fetch(folder: Path) -> Path:
-    """The file out of the source distribution; skips if the package index cannot be reached."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
-    done = subprocess.run(
-        [*command, "--dest", str(folder), "deepspeed==0.19.6"],
-        capture_output=True, text=True, timeout=500, env={**os.environ, "DS_BUILD_OPS": "0"}, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        pytest.skip(f"deepspeed 0.19.6 cannot be fetched: {done.stderr.strip().splitlines()[-1]}")
-    with tarfile.open(folder / "deepspeed-0.19.6.tar.gz") as archive:
-        archive.extract(MEMBER, folder, filter="data")
-    return folder / MEMBER
-
-
 @pytest.fixture(scope="module")
-def deepspeed(tmp_path_factory) -> ModuleType:
-    where = os.environ.get("DEEPSPEED_SPARSITY_CONFIG")
-    if where is None:
-        pytest.skip("DeepSpeed's file is asked for with DEEPSPEED_SPARSITY_CONFIG=fetch or =PATH")
-    return load(fetch(tmp_path_factory.mktemp("deepspeed")) if where == "fetch" else Path(where))
+def deepspeed() -> ModuleType:
+    if (path := os.environ.get("DEEPSPEED_SPARSITY_CONFIG")) is None:
+        pytest.skip("DEEPSPEED_SPARSITY_CONFIG does not name DeepSpeed's file")
+    return load(Path(path))
 
 
 def theirs(

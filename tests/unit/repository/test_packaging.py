@@ -210,22 +210,6 @@ def script(monkeypatch, tmp_path):
     return module
 
 
-@pytest.fixture
-def tools(monkeypatch, tmp_path):
-    """A PATH that holds only the programs put there; a program is the text of a shell script."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", str(folder))
-
-    def put(name: str, text: str) -> Path:
-        path = folder / name
-        path.write_text(f"#!/bin/bash\n{text}\n")
-        path.chmod(0o755)
-        return path
-
-    return put
-
-
 def test_compiler_wrapper_asks_for_cxx20_whatever_it_is_told(script, tmp_path):
     wrapper = tmp_path / "c++20"
     wrapper.write_text(script.COMPILER_WRAPPER.format(compiler="printf '%s\\n'"))
