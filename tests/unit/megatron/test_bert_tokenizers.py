@@ -178,17 +178,6 @@ def test_other_families_mark_word_starts_in_their_own_way(tmp_path):
     assert tokenizer.starts_word.tolist() == [True] * 4 + [False, True, False, True]
 
 
-def test_a_word_level_tokenizer_can_encode_but_has_no_word_starts(tmp_path):
-    backend = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({piece: index for index, piece in enumerate([*ROLES.values(), "a"])}, "<pad>")
-    )
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = build_tokenizer("HFTokenizer", name_or_path=hugging_face_folder(tmp_path / "words", backend, **ROLES))
-    assert tokenizer.encode("a a") == [4, 4]
-    with pytest.raises(UserError, match=r"words does not mark where words begin"):
-        _ = tokenizer.starts_word
-
-
 def test_added_words_that_look_across_spaces_are_found(vocab_file, tmp_path):
     build_tokenizer("BertWordPieceLowerCase", vocab_file=vocab_file).save(tmp_path / "saved")
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "saved" / "tokenizer.json"))
@@ -230,16 +219,6 @@ def test_what_cannot_be_a_bert_tokenizer_is_one_sentence(vocab_file, tmp_path):
         with pytest.raises(UserError, match=message) as caught:
             build_tokenizer(kind, **arguments)
         assert "\n" not in str(caught.value)
-
-
-def test_a_piece_named_twice_is_reported_and_counts_where_it_stands_last(tmp_path, caplog):
-    (tmp_path / "vocab.txt").write_text("\n".join([*SPECIAL, "a", "b", "a"]))
-    tokenizer = build_tokenizer("BertWordPieceCase", vocab_file=tmp_path)
-    assert "names 'a' twice" in caplog.text
-    assert tokenizer.encode("a b") == [7, 6] and tokenizer.size == 8
-    tokenizer.save(tmp_path / "saved")
-    for kind, where in (("BertWordPieceCase", "vocab_file"), ("HFTokenizer", "name_or_path")):
-        assert build_tokenizer(kind, **{where: tmp_path / "saved"}).fingerprint == tokenizer.fingerprint
 
 
 def test_tokens_made_with_another_tokenizer_are_refused(uncased, vocab_file, tmp_path):

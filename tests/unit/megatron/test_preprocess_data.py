@@ -2,8 +2,6 @@
 
 import json
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -132,15 +130,6 @@ def test_a_refused_run_leaves_the_earlier_files_as_they_were_and_nothing_else(fo
     assert after.pop("x.bad_lines.jsonl") and after == before
 
 
-def test_files_that_are_replaced_are_named(folder, caplog):
-    write_lines(folder / "in" / "data.jsonl", [{"text": "one"}])
-    caplog.set_level("INFO")
-    run(folder)
-    assert "are there already" not in caplog.text and "no sentence pairs" in caplog.text
-    run(folder)
-    assert f"{folder}/out/x_text_document.bin and .idx are there already" in caplog.text
-
-
 def test_input_without_any_text_is_one_sentence(folder):
     data = folder / "in" / "data.jsonl"
     for records, flags, message in [
@@ -178,15 +167,6 @@ def test_flags_that_contradict_each_other_are_one_sentence(folder):
         with pytest.raises(UserError, match=message):
             run(folder, *flags)
     assert not (folder / "out").exists()
-
-
-def test_large_vocabularies_are_stored_as_int32(folder):
-    filler = [f"zz{n}" for n in range(65536 - len(PIECES))]
-    write_lines(folder / "in" / "data.jsonl", [{"text": "a b"}])
-    (folder / "vocab.txt").write_text("\n".join(filler + PIECES))
-    run(folder)
-    dataset = IndexedDataset(f"{folder}/out/x_text_document")
-    assert dataset.dtype == "int32" and dataset[0].tolist() == [len(filler) + PIECES.index(piece) for piece in "ab"]
 
 
 def test_a_text_on_which_the_splitter_fails_is_a_bad_line(folder, tokenizer):
@@ -240,18 +220,6 @@ def test_text_files_give_what_the_same_documents_give_as_json(folder, workers):
     ]
     with pytest.raises(UserError, match=r"data.txt is plain text, but --json-keys"):
         run(folder, "--json-keys", "a", "b")
-
-
-def test_megatrons_own_package_and_ours_are_imported_side_by_side():
-    if not any((Path(path) / "megatron" / "core").is_dir() for path in sys.path):
-        pytest.skip("megatron-core is not installed")
-    # found, not imported: megatron.core loads thousands of modules
-    find = "importlib.util.find_spec('megatron.{}').origin"
-    script = f"import importlib.util; print({find.format('core')}, {find.format('sentences')})"
-    process = start([sys.executable, "-c", script], ROOT)
-    out, err = process.communicate(timeout=60)
-    core, ours = out.split()
-    assert "site-packages" in core and Path(ours) == ROOT / "megatron" / "sentences.py", err
 
 
 def test_unknown_tokens_and_documents_of_one_sentence_are_warned_of(folder, tokenizer, caplog):

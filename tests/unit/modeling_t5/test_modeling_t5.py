@@ -249,14 +249,6 @@ def test_encoders_leave_the_given_configuration_as_it_is(cls):
     assert not model.config.is_encoder_decoder and not model.config.use_cache
 
 
-@pytest.mark.parametrize("cls", [T5ForConditionalGeneration, T5EncoderModel, T5EncoderForSequenceClassification])
-def test_all_parts_take_another_attention(cls):
-    model = cls(T5Config(**SIZES))
-    for name in ("eager", "block_sparse"):
-        model.set_attn_implementation(name)
-        assert {part.config._attn_implementation for part in model.modules() if hasattr(part, "config")} == {name}
-
-
 class Distances(PositionScheme):
     """A scheme of a user's own."""
 
@@ -362,25 +354,6 @@ def test_a_mask_of_one_row_is_that_mask_in_each_row(implementation):
     masks = inputs["attention_mask"][:1], inputs["attention_mask"][:1].expand(2, -1)
     found, expected = (model(inputs["input_ids"], attention_mask=mask).last_hidden_state for mask in masks)
     assert torch.equal(found, expected)
-
-
-def test_loss_of_no_labels_is_zero():
-    inputs = batch()
-    inputs["labels"][:] = -100
-    assert make()(**inputs).loss == 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", [name for name in VARIANTS if "sparse" not in name])
-def test_variant_is_one_graph(name):
-    torch.compiler.reset()  # or the graphs of other models count against how often one may be made anew
-    model = make(**VARIANTS[name])
-    loss, wanted = gradients(model, **batch())
-    again, found = gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), **batch())
-    torch.testing.assert_close(again, loss)
-    found = {key.removeprefix("_orig_mod."): gradient for key, gradient in found.items()}
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu

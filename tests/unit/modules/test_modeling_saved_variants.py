@@ -95,20 +95,6 @@ def test_every_auto_class_has_its_model_and_transformers_keep_theirs(tmp_path):
             assert type(made).__name__ == head and type(made).__module__.startswith(home)
 
 
-def test_peft_finds_the_model_of_its_adapter(tmp_path):
-    peft = pytest.importorskip("peft")
-    cls, settings = VARIANTS["rotary bert"]
-    base = modeling_bert.BertForSequenceClassification(cls.config_class(**settings))
-    base.save_pretrained(tmp_path / "base")
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
-    model = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", r=2, init_lora_weights=False)).eval()
-    model.save_pretrained(tmp_path / "adapter")
-    loaded = peft.AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "adapter").eval()
-    assert type(loaded.base_model.model) is modeling_bert.BertForSequenceClassification
-    ids = torch.arange(1, 9)[None]
-    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
-
-
 class WindowConfig(modeling_t5.T5Config):
     window: int = 3
     decoder_self_attention_layer: str = f"{__name__}:WindowAttention"

@@ -81,6 +81,7 @@ def run(folder, packages):
     return start
 
 
+@pytest.mark.slow  # test_commands.py runs it with all that is installed
 def test_fine_tuning_command_runs_with_what_make_pretrain_installs(run, folder):
     _python, script, *flags = shlex.split(block("bash", "run_finetuning.py").replace("\\\n", " "))
     run(ROOT / script, *flags, "--epochs", "1")
@@ -93,9 +94,3 @@ def test_python_of_fine_tuning_runs_with_what_make_pretrain_installs(run, folder
     (folder / "fine_tuning.py").write_text(code)
     run(folder / "fine_tuning.py")
     assert (folder / "summaries" / "config.json").exists()
-
-
-@pytest.mark.slow
-def test_lora_runs_with_what_make_pretrain_installs(run):
-    flags = "--from_pretrained runs/mine --data_path train.jsonl --peft lora --epochs 1 --batch_size 4"
-    run(ROOT / "run_finetuning.py", *flags.split())

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import shutil
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +18,6 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.main import main as lmtools
 from lm_experiments_tools.training import run_folder
 from run_t5_pretraining import main
-from tests.distributed.launch import forked
 from tests.helpers.finetuning_toys import pairs, write_json
 from tests.helpers.pretrained_toys import save_toy
 from tests.helpers.runs import T5_RUN, refused, words, write_toys
@@ -114,30 +111,6 @@ def test_the_printed_commands_run(work, caplog, capsys, monkeypatch, run):
         assert lmtools(command[1:]) == 0
 
 
-def test_from_another_folder_the_printed_commands_name_the_whole_path(work, caplog, monkeypatch):
-    (work / "elsewhere").mkdir()
-    monkeypatch.chdir(work / "elsewhere")
-    caplog.set_level("INFO")
-    start(working_dir="..", model_path="mine")
-    assert f"next: lmtools generate {work / 'mine'} " in caplog.text
-
-
-def test_a_refused_restart_does_not_advise_the_same_command(work, caplog):
-    start(model_path="mine", lr_scheduler="linear")
-    caplog.set_level("INFO")
-    caplog.clear()
-    refused(start, "schedule has ended", model_path="mine", lr_scheduler="linear", iters=4)
-    assert caplog.records[-1].message == "run directory: mine"
-
-
-def test_a_restart_before_the_first_checkpoint_says_that_it_begins_again(work, caplog):
-    start(model_path="mine")
-    assert "begins again" not in caplog.text
-    shutil.rmtree(work / "mine" / "checkpoints")
-    start(model_path="mine")
-    assert "mine has no checkpoint yet: the run begins again at step 0" in caplog.text
-
-
 @pytest.mark.parametrize("none", ["none", "None"])
 def test_none_saves_nothing_and_says_so(work, caplog, none):
     caplog.set_level("INFO")
@@ -158,26 +131,6 @@ def test_none_in_a_file_saves_nothing_and_printed_settings_say_auto(work, capsys
 def test_a_refused_start_leaves_no_folder(work):
     refused(start, "holds no text|is not|does not exist", data_path="absent.jsonl", streaming=True)
     assert not (work / "runs").exists()
-
-
-def test_a_stopped_run_says_how_to_go_on(work):
-    """Ctrl-C at the first step, in a process of its own."""
-    program = (
-        "import os, signal, sys\n"
-        "from lm_experiments_tools.config.cli import run_main\n"
-        "from lm_experiments_tools.training.trainer import TrainingLoop\n"
-        "from run_t5_pretraining import main\n"
-        "step = TrainingLoop.train_step\n"
-        "TrainingLoop.train_step = lambda *args: (os.kill(os.getpid(), signal.SIGINT), step(*args))[1]\n"
-        "run_main(main)\n"
-    )
-    (work / "stopped.py").write_text(program)
-    ended = forked([sys.executable], work / "stopped.py", *words(**{**T5_RUN, "vocab": "vocab.model"}))
-    (folder,) = (work / "runs").iterdir()
-    assert ended.returncode == 130, ended.output[-2000:]
-    path = folder.relative_to(work)
-    last = ended.output.splitlines()[-1]
-    assert last == f"run directory: {path}; the same command with --model_path {path} continues it"
 
 
 def test_all_workers_share_the_folder_that_rank_0_makes(work):
