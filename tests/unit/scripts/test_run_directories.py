@@ -119,15 +119,6 @@ def test_none_saves_nothing_and_says_so(work, caplog, none):
     assert not (work / "runs").exists() and not (work / none).exists()
 
 
-def test_none_in_a_file_saves_nothing_and_printed_settings_say_auto(work, capsys):
-    (work / "run.yaml").write_text("model_path: none\n")
-    start(config="run.yaml")
-    assert not (work / "runs").exists()
-    with pytest.raises(SystemExit):
-        start(print_config=True)
-    assert yaml.safe_load(capsys.readouterr().out)["model_path"] == "auto"
-
-
 def test_a_refused_start_leaves_no_folder(work):
     refused(start, "holds no text|is not|does not exist", data_path="absent.jsonl", streaming=True)
     assert not (work / "runs").exists()
