@@ -250,15 +250,3 @@ def test_bfloat16_autocast_keeps_the_bias_in_float32_and_trains_it():
     name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     assert abs(loss - expected_loss) < 0.05 and got[name].dtype == torch.float32
     assert torch.nn.functional.cosine_similarity(got[name].flatten(), expected[name].flatten(), dim=0) > 0.98
-
-
-def test_attention_weights_are_refused():
-    with pytest.raises(UserError, match='attn_implementation="eager"'):
-        convert(t5(), "Dense")(**batch(t5()), output_attentions=True)
-
-
-def test_what_cannot_be_converted_is_said():
-    with pytest.raises(UserError, match="is for 2 heads, but BertForMaskedLM has 4"):
-        enable(bert(), get_sparsity_config("BigBird", 2))
-    with pytest.raises(UserError, match="block belong to the name of a layout"):
-        enable(bert(), get_sparsity_config("BigBird", 4), block=64)

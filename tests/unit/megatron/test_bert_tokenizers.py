@@ -85,15 +85,6 @@ def test_real_text_with_googles_vocabulary_equals_transformers():
     assert loaded.fingerprint == tokenizer.fingerprint  # the same tokenizer by another way
 
 
-def test_arrays_hold_the_ids_of_all_texts(uncased):
-    texts = ["words", "", "unable words"]
-    ids, lengths = uncased.encode_arrays(texts)
-    assert ids.dtype == np.int32 and lengths.tolist() == [2, 0, 4]
-    assert ids.tolist() == [index for text in texts for index in uncased.encode(text)]
-    ids, lengths = uncased.encode_arrays([])
-    assert ids.size == lengths.size == 0 and uncased.encode_batch([]) == []
-
-
 def test_special_ids_word_starts_and_decoding(uncased):
     assert [uncased.pad_id, uncased.cls_id, uncased.sep_id, uncased.mask_id] == [
         0,

@@ -23,8 +23,11 @@ YAML_FILES = sorted((ROOT / "examples").glob("*.yaml"))
 FLAGS = {field.name for field in fields(FinetuningArgs)}
 
 
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.M | re.S)
+    return re.findall(rf"^```{language}\n(.*?)^```", README + PAGE, flags=re.M | re.S)
 
 
 def calls(source: str) -> list[ast.Call]:

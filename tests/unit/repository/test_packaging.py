@@ -202,20 +202,6 @@ def test_compiler_wrapper_asks_for_cxx20_whatever_it_is_told(script, tmp_path):
     assert told == ["-O2", "-std=c++20", "-std=c++20", "-std=c11", "-DX=a b"]
 
 
-def test_cached_wheel_is_used_unless_torch_or_features_differ(script, monkeypatch, capsys):
-    monkeypatch.setattr(script, "find_features", lambda: ["gloo"])
-    folder = script.cache_folder(importlib.metadata.version("torch"), ["gloo"])
-    folder.mkdir(parents=True)
-    (folder / "horovod-0.28.1-any.whl").touch()
-    assert script.find_or_build_wheel(rebuild=False) == folder / "horovod-0.28.1-any.whl"
-    assert len({folder, script.cache_folder("9.9", ["gloo"]), script.cache_folder("9.9", ["gloo", "mpi"])}) == 3
-    monkeypatch.setattr(script, "build_environment", lambda features: pytest.fail("built", pytrace=False))
-    for features in (["gloo", "mpi"], ["gloo", "nccl"]):
-        monkeypatch.setattr(script, "find_features", lambda features=features: features)
-        with pytest.raises(pytest.fail.Exception, match="built"):
-            script.find_or_build_wheel(rebuild=False)
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_check_reduces_between_two_processes_and_notices_a_wrong_sum(script, capsys, monkeypatch):

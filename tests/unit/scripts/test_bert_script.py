@@ -11,7 +11,7 @@ from lm_experiments_tools.config.bert import BertPretrainingArgs
 from lm_experiments_tools.config.cli import parse
 from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.loader import ValidLoader
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from megatron.bert_dataset import BertDataset
 from megatron.tokenizers import build_tokenizer
 from run_bert_pretraining import main
@@ -190,16 +190,6 @@ def test_the_ancestors_command_line_is_understood(caplog, data, work):
 )
 def test_bad_input_is_one_sentence(data, work, changed, sentence):
     refused(data, sentence, **changed)
-
-
-def test_data_without_sentences_is_refused_for_pairs_and_fine_without(data, work):
-    writer = IndexedDatasetWriter(work / "documents", np.uint16)
-    for start_id in range(10, 40):
-        writer.add_sequence(np.arange(start_id, start_id + 100))
-        writer.end_document()
-    writer.finalize()
-    refused(data, "no sentence pairs: .*--split-sentences", data_path="documents")
-    start(data, data_path="documents", use_nsp=0, iters=1)
 
 
 def test_fsdp_shards_tied_parameters_in_one_unit():

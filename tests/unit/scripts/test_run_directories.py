@@ -10,19 +10,14 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-import run_bert_pretraining
-import run_finetuning
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.main import main as lmtools
 from lm_experiments_tools.training import run_folder
 from run_t5_pretraining import main
-from tests.helpers.finetuning_toys import pairs, write_json
-from tests.helpers.pretrained_toys import save_toy
 from tests.helpers.runs import T5_RUN, refused, words, write_toys
 from tests.helpers.thread_workers import Workers
-from tests.helpers.tokenizer_toys import byte_level_tokenizer
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
 DATED = "runs/t5-2026-11-28-181500"
@@ -79,31 +74,9 @@ def test_a_run_ends_with_its_time_its_best_metric_and_what_to_do_next(work, capl
     assert "so far" not in caplog.text and "lmtools generate" not in caplog.text
 
 
-def t5(work, **flags):
-    start(model_path="a run", **flags)
-
-
-def decoder(work):
-    t5(work, model_cfg="gpt2.json", model_cls="transformers:GPT2LMHeadModel", task="causal_lm", target_seq_len=None)
-
-
-def bert(work):
-    flags = {**T5_RUN, "model_cfg": "bert.json", "model_cls": "transformers:BertForMaskedLM", "packing": "none"}
-    flags |= {"tokenizer": byte_level_tokenizer(work / "tokenizer.json"), "model_path": "a run"}
-    run_bert_pretraining.main(words(**{**flags, "target_seq_len": None}))
-
-
-def finetuned(work):
-    save_toy("encoder-decoder", work / "pretrained")
-    write_json(work / "train.jsonl", pairs(8))
-    flags = {"from_pretrained": "pretrained", "data_path": "train.jsonl", "batch_size": 4, "iters": 1, "lr": 1e-3}
-    run_finetuning.main(words(**flags, model_path="a run"))
-
-
-@pytest.mark.parametrize("run", [t5, decoder, bert, finetuned])
-def test_the_printed_commands_run(work, caplog, capsys, monkeypatch, run):
+def test_the_printed_commands_run(work, caplog, capsys):
     caplog.set_level("INFO")
-    run(work)
+    start(model_path="a run")
     (line,) = [record.message for record in caplog.records if record.message.startswith("next: ")]
     commands = [shlex.split(command) for command in line.removeprefix("next: ").split("; ")]
     assert commands and all(command[:3] == ["lmtools", "generate", "a run"] for command in commands)

@@ -77,12 +77,3 @@ def test_attention_starts_at_the_neighbours_and_at_the_sentinels_own_place(folde
         assert attention[0, 0].diagonal(-1).mean() > 0.5 and attention[0, 1].diagonal(1).mean() > 0.5
     for attention in outputs.cross_attentions:
         assert attention[0, :, 1, place].mean() > 0.5
-
-
-def test_held_out_text_changes_nothing(script, folder):
-    for suffix in (".bin", ".idx"):
-        (folder / f"valid{suffix}").write_bytes(b"not tokens")
-    make_start(script, folder, str(folder / "again"))
-    for name in ("config.json", "model.safetensors"):
-        assert (folder / "again" / name).read_bytes() == (folder / "start" / name).read_bytes()
-    assert not list(folder.glob("*.partial"))
