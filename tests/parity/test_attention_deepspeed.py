@@ -4,8 +4,7 @@
     DEEPSPEED_SPARSITY_CONFIG=deepspeed-0.19.6/deepspeed/ops/sparse_attention/sparsity_config.py \
       python -m pytest tests/parity/test_attention_deepspeed.py
 
-`python -m tests.parity.test_attention_deepspeed FILE` writes the layouts of the stored cases anew; unit tests compare with
-them.
+`python -m tests.parity.test_attention_deepspeed FILE` writes the layouts of the stored cases anew, for the unit tests.
 """
 
 from __future__ import annotations

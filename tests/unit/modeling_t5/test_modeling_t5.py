@@ -372,7 +372,8 @@ def test_the_gpu_computes_the_same(settings):
     assert torch.equal(written, model.cpu().generate(**{k: v.cpu() for k, v in inputs.items()}, **options))
 
 
-@pytest.mark.parametrize("classifies", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("classifies", [False, True])
 def test_export_with_free_lengths_equals_the_model(classifies):
     """As torch.export traces it, with lengths that are no numbers yet."""
     from torch.export import Dim, export

@@ -81,6 +81,7 @@ def site(wheel, tmp_path_factory) -> Path:
     return site
 
 
+@pytest.mark.slow
 def test_installed_wheel_trains_away_from_the_sources(site, tmp_path):
     def lmtools(*words: str) -> None:
         environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}

@@ -102,7 +102,15 @@ def test_generation_on_validation_is_measured(work, vocab):
     assert 0.0 <= value <= 1.0
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize(
+    "objective",
+    [
+        "ul2",
+        "causal_lm of a decoder",
+        "mlm",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("prefix_lm", "causal_lm")),
+    ],
+)
 def test_each_objective_learns_and_resumes_exactly(work, vocab, objective):
     flags = {**OBJECTIVES[objective], "lr": 3e-2, "save_interval": 20}
     start(vocab, iters=9, model_path="half", **flags)

@@ -171,6 +171,7 @@ def test_every_bert_is_exported(variant, tmp_path):
     assert export(model, tmp_path)["model.onnx"] < 1e-5
 
 
+@pytest.mark.slow
 def test_memory_tokens_leave_the_number_of_rows_free():
     """What a graph needs, without the minute of writing one."""
     encoder = our_t5().encoder
