@@ -320,13 +320,6 @@ def test_passes_are_limited_by_epochs_and_samples(data, tmp_path, num_epochs, ma
 # the sample mapping
 
 
-def test_the_worked_example_of_the_mapping():
-    lengths = np.array([4, 3, 5, 6, 2, 7, 8], np.int32)
-    mapping = build_mapping(np.array([0, 5, 7]), lengths, MappingSettings(10, short_seq_prob=0))
-    assert mapping.rows.tolist() == [[0, 3, 10], [3, 5, 10], [5, 7, 10]]
-    assert mapping.counts.truncated_tokens == 2 + 5
-
-
 def test_a_mapping_does_not_depend_on_how_it_is_chunked(monkeypatch):
     rng = np.random.default_rng(0)
     documents = np.concatenate([[0], np.cumsum(rng.integers(0, 40, 300))])

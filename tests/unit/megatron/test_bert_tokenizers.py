@@ -9,10 +9,9 @@ import pytest
 import tokenizers
 
 from lm_experiments_tools.data.text.train_vocabulary import train_wordpiece
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.main import main as lmtools
-from megatron.tokenizers import build_tokenizer, check_tokenizer
+from megatron.tokenizers import build_tokenizer
 from tests.helpers.real_data import DATA, lacking
 
 BERT = DATA / "vocabs" / "bert-base-uncased"
@@ -210,17 +209,6 @@ def test_what_cannot_be_a_bert_tokenizer_is_one_sentence(vocab_file, tmp_path):
         with pytest.raises(UserError, match=message) as caught:
             build_tokenizer(kind, **arguments)
         assert "\n" not in str(caught.value)
-
-
-def test_tokens_made_with_another_tokenizer_are_refused(uncased, vocab_file, tmp_path):
-    for name, fingerprint in (("same", uncased.fingerprint), ("other", "0" * 64), ("foreign", None)):
-        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
-            facts = {"vocab_sha256": fingerprint, "vocab_file": "v.txt", "vocab_size": 7}
-            writer.finalize(facts if fingerprint else {})
-    check_tokenizer(IndexedDataset(tmp_path / "same"), uncased)
-    check_tokenizer(IndexedDataset(tmp_path / "foreign"), uncased)
-    with pytest.raises(UserError, match=r"other were made with the vocabulary v.txt .fingerprint 000000000000"):
-        check_tokenizer(IndexedDataset(tmp_path / "other"), uncased)
 
 
 def test_a_wordpiece_vocabulary_is_trained_and_is_the_same_every_time(tmp_path, capsys):

@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import sys
 
 import psutil
 import pytest

@@ -1,6 +1,5 @@
 """`--dry_run`: what a run would do, and nothing of it done."""
 
-import math
 import re
 
 import pytest
@@ -88,12 +87,6 @@ def test_each_phase_and_all_of_them_have_a_length(t5, capsys):
     output = printed(run_t5_pretraining.main, capsys, **t5, phases=phases)
     assert "phase 1 of 2" in output and "16 inputs, " in output
     assert re.search(r"phase 1: an update .*; 30 take .*\n  phase 2: an update .*; 10 take .*\n  all phases", output)
-
-
-def test_epochs_are_shown_as_updates(t5, capsys):
-    output = printed(run_t5_pretraining.main, capsys, **t5, epochs=0.5)
-    rows = int(re.search(r"an epoch +(\d+) examples", output)[1])
-    assert f"; --epochs 0.5 = {math.ceil(rows / 8)} steps" in output and "--iters" not in output
 
 
 def test_an_encoder_reads_the_first_documents_and_leaves_nothing(bert, tmp_path, monkeypatch, capsys):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import shlex
 from types import SimpleNamespace
 
@@ -55,23 +53,6 @@ def test_the_recorded_settings_continue_the_run(work, caplog):
     caplog.set_level("INFO")
     start(model_path=DATED, iters=3)
     assert "resumed from" in caplog.text and not (work / f"{DATED}-2").exists()
-
-
-def test_a_run_ends_with_its_time_its_best_metric_and_what_to_do_next(work, caplog):
-    caplog.set_level("INFO")
-    start(valid_data_path="text.jsonl", valid_interval=1, valid_samples=8, save_best=True)
-    summary, _, last = [record.message for record in caplog.records][-3:]
-    value, step = re.fullmatch(
-        r"2 updates, \d+s since this start, best loss on validation (\S+) at step ([12])", summary
-    ).groups()
-    lines = map(json.loads, (work / DATED / "metrics.jsonl").read_text().splitlines())
-    losses = {line["step"]: line["loss"] for line in lines if line["split"] == "valid" and "loss" in line}
-    assert float(value) == pytest.approx(min(losses.values()), abs=5e-5) == pytest.approx(losses[int(step)], abs=5e-5)
-    assert last == f"run directory: {DATED}"
-    assert "best loss on validation so far" in caplog.text
-    caplog.clear()
-    start(model_path="none", valid_data_path="text.jsonl", valid_interval=1, valid_samples=8)
-    assert "so far" not in caplog.text and "lmtools generate" not in caplog.text
 
 
 def test_the_printed_commands_run(work, caplog, capsys):
