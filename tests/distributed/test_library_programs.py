@@ -21,7 +21,8 @@ def test_own_model_on_horovod(kind, tmp_path):
     assert f"backend horovod, {workers} worker(s)" in output
 
 
-@pytest.mark.parametrize("kind", ["zero2", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["zero2", "ddp"])
 def test_t5_by_accelerate(kind, tmp_path):
     output = start(kind, ROOT / "examples" / "library_accelerate.py", tmp_path / "run")
     described, loss = re.search(r"(.*): test loss (\S+), accuracy", output).groups()
