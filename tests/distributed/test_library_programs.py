@@ -30,6 +30,7 @@ def test_t5_by_accelerate(kind, tmp_path):
     assert float(loss) < 3.4  # log 30 for a model that knows nothing
 
 
+@pytest.mark.slow
 def test_finetuner_gives_probabilities(tmp_path):
     words = "a fine lovely great charming dull awful boring weak film book play song meal trip".split()
     vocabulary = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words])}

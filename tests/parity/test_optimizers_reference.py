@@ -125,6 +125,7 @@ for given in ADAMW_SCALE_OPTIONS:
 """
 
 
+@pytest.mark.slow
 def test_the_kernel_for_all_parameters_makes_the_same_steps_in_the_interpreter():
     pytest.importorskip("triton", reason="triton is not installed")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}

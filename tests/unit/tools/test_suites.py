@@ -115,6 +115,7 @@ def test_mteb_gives_what_it_gives_by_itself(run_of, pairs, tmp_path, monkeypatch
         assert record["LocalSTS/cosine_spearman"] == pytest.approx(direct.task_results[0].get_score(), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_value_that_is_there_is_not_measured_again(run_of, tmp_path, monkeypatch, capsys):
     asked = []
 
