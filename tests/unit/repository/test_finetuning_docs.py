@@ -18,12 +18,10 @@ from tests.helpers import ROOT
 
 PAGES = sorted((ROOT / "docs").glob("finetuning*.md"))
 PAGE = "\n".join(path.read_text(encoding="utf-8") for path in PAGES)
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 YAML_FILES = sorted((ROOT / "examples").glob("*.yaml"))
 FLAGS = {field.name for field in fields(FinetuningArgs)}
-
-
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
