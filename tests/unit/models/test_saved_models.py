@@ -42,18 +42,9 @@ FAMILIES = {
 }
 TASK = dict(model_type="encoder-decoder", task="text_to_text", input_seq_len=16, target_seq_len=8, iters=1, lr=1e-3)
 MORE = (
-    "roberta",
-    "mpnet",
-    "m2m100",
-    "bert without padding",
-    "xlm-roberta",
-    "electra",
-    "our bert",
-    "t5",
-    "pegasus",
-    "llama with padding",
-    "opt",
-)
+    "roberta", "mpnet", "m2m100", "bert without padding", "xlm-roberta", "electra", "our bert", "t5", "pegasus",
+    "llama with padding", "opt",
+)  # fmt: skip
 IDS = dict(vocab_size=ROWS, bos_token_id=1, eos_token_id=1)
 
 
