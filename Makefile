@@ -31,7 +31,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env env-full horovod horovod-if-possible data data-bert data-finetune pretrain pretrain-bert finetune test test-launchers test-cluster chaos soak damage fuzz oldest test-all mutants nightly lint coverage docs screenshots wheel bench bench-step bench-demo speedrun clean
+.PHONY: help env env-full horovod horovod-if-possible data data-bert data-finetune pretrain pretrain-bert finetune test test-cluster chaos soak damage fuzz oldest test-all mutants nightly lint coverage docs screenshots wheel bench bench-step bench-demo speedrun clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -111,9 +111,6 @@ finetune: env horovod-if-possible data-finetune | runs/pretrain_cpu/last ## fine
 
 test: env-full horovod-if-possible ## the test suite, after env-full, without what takes minutes or needs a GPU
 	@$(BIN)/python -m pytest -q -m "not slow and not gpu and not cluster" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
-
-test-launchers: env-full horovod-if-possible ## every objective under every launcher, killed and continued: a table
-	@$(BIN)/python -m pytest -q -s tests/distributed/test_objectives_launchers.py $(ARGS)
 
 test-cluster: env-full horovod-if-possible ## jobs on two machines made of this one: root, openssh-server, iproute2, slurm-wlm, requirements-clusters.txt
 	@$(BIN)/python -m pytest -q -m cluster tests/cluster $(ARGS)

@@ -181,15 +181,13 @@ class BertDataset:
     def _unread_remedy(self) -> str:
         """Remedy for tokens that are not read, by what most of them are."""
         counts, longest = self.mapping.counts, self.settings.max_sentence_length
-        level = self.tokens.meta.get("level")
-        if level == "document":
+        if self.tokens.meta.get("level") == "document":
             return "it was made without --split-sentences: preprocess the text again with it"
         if counts.long_sentence_tokens > counts.few_sentences_tokens + counts.overlong_tokens:
             return f"raise --max_sentence_length {longest} (none keeps all documents)"
         if counts.few_sentences_tokens > counts.overlong_tokens:
             return "give longer documents, or leave out sentence pairs (--use_nsp 0), which need two sentences of one"
-        split = "" if level == "sentence" else ", or preprocess the text again if it was without --split-sentences"
-        return f"raise --input_seq_len {self.max_seq_length}{split}"
+        return f"raise --input_seq_len {self.max_seq_length}"
 
     def __len__(self) -> int:
         """Rows in an epoch, the same in each."""
@@ -199,10 +197,8 @@ class BertDataset:
         """Describe the objective and the size of the data, for the log."""
         pairs = {"swap": "B before A", "random": "B from another document"}[self.nsp]
         segments = f"sentence pairs, half of them wrong ({pairs})" if self.binary_head else "single segments"
-        kind, most = "words" if self.whole_word else "pieces", len(self.ngram_probabilities)
-        unit = f"1 to {most} {kind}" if most > 1 else f"single {kind}"
         return (
-            f"BERT, {segments}, of {self.max_seq_length} tokens, {self.masked_lm_prob:.0%} masked by {unit}; "
+            f"BERT, {segments}, of {self.max_seq_length} tokens, {self.masked_lm_prob:.0%} masked; "
             f"{len(self):,} samples of {self.tokens.num_tokens:,} training tokens"
         )
 
@@ -249,9 +245,7 @@ class BertDataset:
         segments = self._segments(epochs, rows)
         ids = self._read(segments)
         end_a = segments.a_length[:, None] + 2
-        end_b = (
-            end_a + np.where(segments.b_length > 0, segments.b_length + 1, 0)[:, None] if self.binary_head else end_a
-        )
+        end_b = end_a + np.where(segments.b_length > 0, segments.b_length + 1, 0)[:, None]
         column = np.arange(self.max_seq_length)
         batch["attention_mask"][:] = column < end_b
         batch["token_type_ids"][:] = batch["attention_mask"]

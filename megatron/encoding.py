@@ -37,8 +37,8 @@ class EncodingArgs:
     json_keys: tuple[str, ...] = ("text",)
     """Keys of a line that hold text: a string, or a list of strings that are sentences already. A .txt file has one
     key only."""
-    tokenizer_type: Literal["BertWordPieceLowerCase", "BertWordPieceCase", "HFTokenizer", "GPT2BPETokenizer"]
-    """Kind of tokenizer (GPT2BPETokenizer is known, and refused: it lacks BERT's special tokens)."""
+    tokenizer_type: Literal["BertWordPieceLowerCase", "BertWordPieceCase", "HFTokenizer"]
+    """Kind of tokenizer."""
     vocab_file: str | None = None
     """vocab.txt of a WordPiece tokenizer, one piece a line."""
     tokenizer_name_or_path: str | None = None

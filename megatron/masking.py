@@ -24,11 +24,7 @@ _NGRAM_BITS = 12  # low bits of a word's random number that choose n; the whole 
 
 
 def ngram_probabilities(max_ngram: int) -> np.ndarray:
-    """Return the probability that a masked span has n words, for n = 1, 2, ..., max_ngram: proportional to 1 / n.
-
-    Returns:
-        float64[max_ngram].
-    """
+    """Return float64[max_ngram]: the probability that a masked span has n words, proportional to 1 / n."""
     weights = 1 / np.arange(1, max_ngram + 1)
     return weights / weights.sum()
 

@@ -32,16 +32,9 @@ if __name__ == "__main__" and not __package__:
 
 from lm_experiments_tools.config.cli import parse, run_main
 from lm_experiments_tools.config.flags import COUNT, NOT_NEGATIVE, check_groups
-from lm_experiments_tools.data.text.records import (
-    BadRecord,
-    RejectedRecords,
-    field_of,
-    locate,
-    no_documents,
-    read_shard,
-)
+from lm_experiments_tools.data.text.records import RejectedRecords, no_documents
 from lm_experiments_tools.data.text.sources import READABLE, Shard, find_files, plan_shards
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, dataset_exists, read_meta
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, read_meta
 from lm_experiments_tools.data.tokens.tokenize import EncodedWriter, Tokenization, report_unknown
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked
@@ -67,17 +60,11 @@ class PreprocessArgs(EncodingArgs):
     """Processes that tokenize; the files do not depend on it."""
     log_interval: Annotated[int, COUNT] = 100
     """Documents between two lines of progress, of which there is at most one for each shard of some megabytes."""
-    merge_file: str | None = None
-    """Belongs to GPT2BPETokenizer."""
-    dataset_impl: Literal["mmap", "lazy", "cached"] = "mmap"
-    """Format; only mmap is written."""
+    dataset_impl: Literal["mmap"] = "mmap"
+    """Format of the token files."""
 
     def __post_init__(self) -> None:
         check_groups(self, (PreprocessArgs, EncodingArgs))
-        if self.dataset_impl != "mmap":
-            raise UserError(f"--dataset-impl {self.dataset_impl} is not supported: use mmap.")
-        if self.merge_file is not None and self.tokenizer_type != "GPT2BPETokenizer":
-            raise UserError("--merge-file belongs to GPT2BPETokenizer.")
         if self.tokenizer_type == "HFTokenizer" and self.vocab_file is not None:
             raise UserError("--vocab-file belongs to BertWordPiece...; HFTokenizer takes --tokenizer-name-or-path.")
         if self.tokenizer_type != "HFTokenizer" and self.tokenizer_name_or_path is not None:
@@ -102,16 +89,10 @@ def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
     """
     encoder = SentenceEncoder(args)
     shards = _plan(args)
-    _refuse_absent_keys(shards, args, encoder)
     if not args.split_sentences:
         logger.warning("without --split-sentences BERT has no sentence pairs and reads one sample of a document")
-    if args.keep_newlines and not args.split_sentences:
-        logger.warning("--keep-newlines changes nothing without --split-sentences")
     prefixes = [f"{args.output_prefix}_{key}_{args.level}" for key in args.json_keys]
     with locked(Path(f"{args.output_prefix}.lock")):
-        for prefix in prefixes:
-            if dataset_exists(prefix):
-                logger.warning("%s.bin and .idx are there already: they are replaced when this run ends", prefix)
         run = Tokenization(
             shards,
             encoder,
@@ -129,40 +110,13 @@ def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
 
 def _plan(args: PreprocessArgs) -> list[Shard]:
     """The shards to encode."""
-    path, json_keys = args.input, args.json_keys
-    if not os.path.exists(path):
-        raise UserError(f"--input {path} does not exist")
-    found = find_files([path], document_per_line=args.document_per_line)
+    found = find_files([args.input], document_per_line=args.document_per_line)
     if any(kind == "dataset" for _, kind in found):
-        raise UserError(f"--input {path} has no {READABLE} file: put each document on a line as JSON")
+        raise UserError(f"--input {args.input} has no {READABLE} file: put each document on a line as JSON")
     texts = [name for name, kind in found if kind in ("text", "lines")]
-    if texts and len(json_keys) > 1:
-        raise UserError(f"{texts[0]} is plain text, but --json-keys names {len(json_keys)} keys: name one")
-    return plan_shards([path], document_per_line=args.document_per_line)
-
-
-def _refuse_absent_keys(shards: Sequence[Shard], args: PreprocessArgs, encoder: SentenceEncoder) -> None:
-    """UserError where none of the first lines, as many as may be bad, has the keys."""
-    num_lines, first = 0, ""
-    items = ((part, item) for part in shards for item in read_shard(part, None))
-    for shard, item in items:
-        if getattr(item, "raw", b"") == b"":  # of a text file, or unreadable
-            return
-        try:
-            for key in args.json_keys:
-                field_of(item.value, key)
-            return
-        except BadRecord as error:
-            num_lines += 1
-            bad = locate(shard, item.rejected(error))
-            first = first or f"{bad.where}: {bad.reason}"
-        if num_lines > args.max_bad_lines:
-            break
-    if num_lines:
-        raise UserError(
-            f"none of the {num_lines} lines read from {args.input} has the keys --json-keys "
-            f"{' '.join(args.json_keys)}; the first is {first}"
-        )
+    if texts and len(args.json_keys) > 1:
+        raise UserError(f"{texts[0]} is plain text, but --json-keys names {len(args.json_keys)} keys: name one")
+    return plan_shards([args.input], document_per_line=args.document_per_line)
 
 
 def _metas(
@@ -225,14 +179,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # --workers says how many cores to use
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # cleans up on the way out
-    start = time.perf_counter()
     for prefix, meta in preprocess(args).items():
         print(
             f"{prefix}: {meta['num_documents']:,} documents, {meta['num_sequences']:,} sequences, "
             f"{meta['num_tokens']:,} tokens ({meta['dtype']}) of {meta['vocab_size']:,} ids; "
             f"{meta['empty_documents']} empty, {meta['bad_lines']} bad lines"
         )
-    print(f"{time.perf_counter() - start:.1f} s")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,6 @@ logger = logging.getLogger(__name__)
 
 _VERSION = 2  # of the rows and counts that settings and data give; part of the cache's name
 _CHUNK = 1 << 20  # sentences looked at together: bounds the memory of building
-_HASH_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -325,8 +324,4 @@ def _save(file: BinaryIO, parts: Iterable[np.ndarray], dtype: np.dtype) -> None:
 
 
 def _checksum(path: Path) -> int:
-    crc = 0
-    with open(path, "rb") as file:
-        while block := file.read(_HASH_BLOCK):
-            crc = zlib.crc32(block, crc)
-    return crc
+    return zlib.crc32(np.memmap(path, np.uint8, "r"))

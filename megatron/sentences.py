@@ -91,11 +91,11 @@ def _sentencex(language: str = "en") -> Callable[[str], Iterable[int]]:
     return starts
 
 
-def _newline() -> Callable[[str], Iterable[int]]:
-    return lambda text: (match.end() for match in re.finditer("\n", text))
+def _newline(text: str) -> Iterator[int]:
+    return (match.end() for match in re.finditer("\n", text))
 
 
-_BUILDERS = {"nupunkt": _nupunkt, "sentencex": _sentencex, "newline": _newline}
+_BUILDERS = {"nupunkt": _nupunkt, "sentencex": _sentencex, "newline": lambda: _newline}
 
 
 def _build(name: str) -> Callable[[str], Iterable[int]]:

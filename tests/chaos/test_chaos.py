@@ -21,7 +21,7 @@ def endured(kills, *options, timeout):
 
 
 def test_three_kills_make_no_difference():
-    assert "0 faults" in endured(3, "--seed", "15", timeout=500)
+    assert "0 faults" in endured(3, "--seed", "15", "--workers", "1,2", "--reproducible", "elastic", timeout=500)
 
 
 @pytest.mark.slow

@@ -45,16 +45,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def long_text(data: Path) -> Path:
-    """A text of several parts; the tokens that one run makes of it lie beside it, as `long`."""
-    from lm_experiments_tools.tools.main import main
-
-    path = write_jsonl(data / "long.jsonl", make_texts(4000))
-    assert main(["tokenize", *words(input=path, vocab=data / "vocab.model", output=data / "long", workers=1)]) == 0
-    return Path(path)
-
-
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """An empty run directory, which a machine can have for itself."""

@@ -57,13 +57,3 @@ def test_workers_of_two_nodes_form_one_job_and_are_restarted(address, ray_train,
     assert ray.returncode == 0 and "2 worker(s)" in output, output[-6000:]
     assert killed and "resumed from " in output
     assert [step for step, _ in losses(run_dir)] == list(range(10, 301, 10))
-
-
-def test_a_run_that_fails_ends_the_program_with_the_reason(address, ray_train, flags, data):
-    flags["data_path"] = data / "absent"
-    job = [sys.executable, ray_train, SCRIPT, *words(**flags)]
-    ended = subprocess.run(
-        job, cwd=ROOT, env=environment(RAY_ADDRESS=address, RAY_USAGE_STATS_ENABLED="0"), timeout=300, **PIPES
-    )
-    assert ended.returncode == 1 and f"{data / 'absent'}" in ended.stdout, ended.stdout[-6000:]
-    assert f"{SCRIPT} ended with exit code 2" in ended.stdout

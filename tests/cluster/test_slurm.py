@@ -129,12 +129,3 @@ def test_horovodrun_trains_and_saves_at_sigterm_under_slurm(cluster, flags, run_
     submit(cluster, file, log, f"--export=ALL,PATH={path}", **flags)
     wait_for(lambda: not queue(cluster), "the job did not end", log)
     assert f"resumed from {saved}" in log.read_text() and losses(run_dir)[-1][0] == step + 10
-
-
-def test_an_array_of_jobs_tokenizes_the_files(cluster, long_text, data, tmp_path):
-    options = ("--wait", "--array=0-2", "--cpus-per-task=1", "--mem=0", f"--output={tmp_path}/%a.txt")
-    files = (tmp_path / "parts", long_text, "--vocab", data / "vocab.model")
-    ended = cluster.run("sbatch", *options, "examples/clusters/tokenize.sbatch", *files)
-    assert ended.returncode == 0, ended.stdout + "".join(log.read_text() for log in tmp_path.glob("*.txt"))
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"parts-00000{suffix}").read_bytes() == (data / f"long{suffix}").read_bytes()

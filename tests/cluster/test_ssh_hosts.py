@@ -11,7 +11,7 @@ import yaml
 
 from lm_experiments_tools.checkpoint.manifest import verify
 from tests.cluster.machines import INTERFACE, ended
-from tests.cluster.test_two_machines import CPU, SCRIPT, training, worker_on
+from tests.cluster.test_two_machines import CPU, SCRIPT, training
 from tests.distributed.launch import skip_without
 from tests.helpers import ROOT
 from tests.helpers.cluster_examples import copy_example
@@ -76,22 +76,6 @@ def test_a_job_saves_when_its_script_is_killed(machines, flags, run_dir, tmp_pat
         time.sleep(0.5)
     assert "SIGTERM: saving a checkpoint and stopping" in (run_dir / "logs" / "rank0.log").read_text()
     verify((run_dir / "last").resolve())
-
-
-def test_a_job_that_fails_on_one_machine_ends_on_all(machines, flags, run_dir, tmp_path):
-    job = start(machines, "ssh_hosts.sh", tmp_path, **flags)
-    training([job], run_dir)
-    worker_on(machines[1]).kill()
-    code, output = ended(job, 90)
-    assert code == 1, output[-4000:]
-    assert not left_on(machines)
-
-
-def test_a_machine_that_is_not_there_ends_the_job(machines, flags, run_dir, tmp_path):
-    job = start(machines, "ssh_hosts.sh", tmp_path, hosts=("lmta", "lmtc"), **flags)
-    code, output = ended(job, 90)
-    assert code == 255 and "[lmtc] ssh: Could not resolve hostname lmtc" in output, output[-4000:]
-    assert not left_on(machines) and not (run_dir / "checkpoints").exists()
 
 
 def test_the_command_of_the_train_job_trains_with_the_variables_of_its_runtime(machines, flags, run_dir):

@@ -146,14 +146,6 @@ def test_a_first_machine_without_the_run_is_refused(machines, flags, run_dir):
     assert f"{run_dir} on lmta has the checkpoint of step 20, and that on lmtb, where rank 0 is now" in output
 
 
-def test_files_that_one_machine_lacks_are_named_with_it(machines, flags, data, run_dir):
-    """Both end soon: the other one does not wait in vain."""
-    machines[1].takes_alone(data)
-    codes, output = finished(torchrun(machines, SCRIPT, *words(**flags)), 90)
-    assert 0 not in codes
-    assert output.count(f"error: on lmtb: '{data / 'tiny.json'}' is neither a model configuration file nor") == 2
-
-
 @pytest.mark.parametrize("launcher", ["torchrun", "horovodrun", "accelerate"])
 @pytest.mark.parametrize("what", LOSSES)
 def test_a_lost_machine_ends_the_job_within_the_limit_and_the_same_command_goes_on(

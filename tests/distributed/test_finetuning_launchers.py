@@ -7,8 +7,6 @@ import json
 import re
 
 import pytest
-import torch
-from safetensors.torch import load_file
 from transformers import T5ForConditionalGeneration
 
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
@@ -126,19 +124,3 @@ def test_a_classifier_is_trained_alike(folder, weights, kind):
     for count in (r"([\d,]+) parameters", r"\ball +([\d,]+) +[\d,]+ "):  # the panel's, and the table's
         counts = {re.search(count, output).group(1) for output, _ in (one, two)}
         assert len(counts) == 1 and counts != {"0"}, counts
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["model", "adapter_model"])
-def test_elastic_runs_on_saved_weights_agree_with_one_row_a_micro_batch(folder, weights, name):
-    """MKL's code for other CPUs rounds a product with one row by the addresses of its operands."""
-    flags = ("--batch_size", 1, "--gradient_accumulation_steps", 1, "--reproducible", "elastic", "--virtual_ranks", 6)
-    flags += ("--peft", "lora") if name == "adapter_model" else ()
-    settings = dict(model=weights["bert"], data="tsv", settings=CLASSES, MKL_ENABLE_INSTRUCTIONS="SSE4_2")
-    for kind in ("alone", "ddp"):
-        finetune(folder, f"rows-{kind}-{name}", kind, *flags, **settings, real=True)
-    one, two = (
-        load_file(folder / f"rows-{kind}-{name}" / "last" / f"{name}.safetensors") for kind in ("alone", "ddp")
-    )
-    assert one.keys() == two.keys()
-    assert [key for key in one if not torch.equal(one[key], two[key])] == []

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.distributed.hang_worker import AT, STALL
-from tests.distributed.launch import ROOT, start
+from tests.distributed.launch import CPU, ROOT, run, start, torchrun
 
 pytestmark = pytest.mark.distributed
 
@@ -65,4 +65,12 @@ def test_a_job_with_trouble_on_one_rank_ends_in_time_and_goes_on(kind, moment, b
 def test_workers_wait_for_a_late_start_and_a_slow_disk_longer_than_the_limit(backend, undisturbed, tmp_path):
     start(backend, WORKER, "late", "start", tmp_path)
     assert (tmp_path / "since").exists()
+    assert (tmp_path / "digest").read_text() == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["kill", "raise"])
+def test_torchrun_restarts_workers_that_die(kind, undisturbed, tmp_path):
+    job = run([*torchrun(), "--max-restarts", "1"], WORKER, kind, "training", tmp_path, **CPU)
+    assert job.returncode == 0 and "resumed from" in job.output, job.output[-3000:]
     assert (tmp_path / "digest").read_text() == undisturbed

@@ -21,7 +21,8 @@ def test_own_model_on_horovod(kind, tmp_path):
     assert f"backend horovod, {workers} worker(s)" in output
 
 
-@pytest.mark.parametrize("kind", ["zero2", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["zero2", "ddp"])
 def test_t5_by_accelerate(kind, tmp_path):
     output = start(kind, ROOT / "examples" / "library_accelerate.py", tmp_path / "run")
     described, loss = re.search(r"(.*): test loss (\S+), accuracy", output).groups()
@@ -29,6 +30,7 @@ def test_t5_by_accelerate(kind, tmp_path):
     assert float(loss) < 3.4  # log 30 for a model that knows nothing
 
 
+@pytest.mark.slow
 def test_finetuner_gives_probabilities(tmp_path):
     words = "a fine lovely great charming dull awful boring weak film book play song meal trip".split()
     vocabulary = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words])}

@@ -1,13 +1,11 @@
 """run_t5_pretraining.py on seqio's examples: the real worker process with TensorFlow, killed and started again."""
 
-import itertools
 import json
-import subprocess
 import sys
 
 import pytest
 
-from tests.distributed.launch import ROOT, environment, kill_and_resume, missing, run, start
+from tests.distributed.launch import ROOT, kill_and_resume, missing, run, start
 from tests.helpers.runs import TWO_LAYERS, losses, records
 from tests.helpers.vocabulary_toys import train_vocabulary
 
@@ -111,14 +109,3 @@ def test_the_users_own_task_trains_and_validates_on_its_split(work, tmp_path):
     assert "seqio Task denoise, 64 inputs + 32 targets" in output
     first, second = (record["loss"] for record in records(tmp_path, "valid"))
     assert second < first
-
-
-PACKAGES = [name for name in ("deepspeed", "triton") if missing(name) is None]
-
-
-@pytest.mark.parametrize("order", itertools.permutations([*PACKAGES, "tensorflow"]))
-def test_no_order_of_imports_in_the_users_module_ends_the_worker(order):
-    """Whatever the module of a task imports; the worker has seen to triton before."""
-    first = "from lm_experiments_tools.data.seqio.worker import import_triton\nimport_triton()"
-    statements = "\n".join(f"import {name}" for name in order)
-    subprocess.run([sys.executable, "-c", f"{first}\n{statements}"], check=True, env=environment(), cwd=ROOT)

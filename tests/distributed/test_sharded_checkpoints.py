@@ -83,7 +83,8 @@ def test_every_backend_continues_every_others_checkpoint(jobs, kind, other, reco
     assert found.keys() == expected.keys() and difference < 5e-6
 
 
-@pytest.mark.parametrize("kind", slow(["fsdp", "zero2"], "zero2"))
+@pytest.mark.slow  # test_failures.py fills the disk of rank 0 every day
+@pytest.mark.parametrize("kind", ["fsdp", "zero2"])
 def test_a_worker_that_cannot_write_fails_the_save_on_all(tmp_path, kind):
     start(kind, WORKER, tmp_path, tmp_path / "run", "--fails", fails=True)
     for rank in (0, 1):

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -119,15 +118,6 @@ def trained_for(steps: int, backend: Backend, out: Path, name: str) -> dict[str,
     result = {"steps": [train_step(backend, step, max_norm=0.5) for step in range(steps)]}
     save_weights(backend, out, name)
     return result
-
-
-def refusal(attempt: Callable[[], Any]) -> str | None:
-    """The sentence of the UserError that `attempt` raises, if it does."""
-    try:
-        attempt()
-    except UserError as error:
-        return str(error)
-    return None
 
 
 def scenario_trained(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
@@ -256,23 +246,6 @@ def scenario_partial(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
         backend.clip_and_step()
     save_weights(backend, out, "partial")
     return {}
-
-
-def scenario_unused(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
-    """DDP must refuse a parameter without gradient at the first step."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.never = nn.Linear(3, 1), nn.Linear(3, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.used(x).sum()
-
-    model = Net()
-    backend.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with backend.reduction.passes(last=True):
-        return {"error": refusal(lambda: backend.backward(backend.model(torch.ones(2, 3))))}
 
 
 def scenario_evaluated(backend: Backend, out: Path, _: Path) -> dict[str, Any]:

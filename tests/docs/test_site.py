@@ -22,7 +22,7 @@ from lm_experiments_tools.config.flags import flags_of
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.names import resolve_name
 from lm_experiments_tools.tools.main import COMMANDS
-from scripts.build_site import MOVED, collect_pages, page_of, with_site_links
+from scripts.build_site import MOVED, collect_pages, page_of
 from tests.helpers import ROOT
 
 SETTINGS = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
@@ -50,14 +50,6 @@ def test_every_link_leads_to_a_page_or_a_picture(pages):
     for path in pages.rglob("*.md"):
         for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", path.read_text(encoding="utf-8")):
             assert (path.parent / target).is_file(), f"{path.name}: {target}"
-
-
-def test_links_follow_the_pages():
-    text = "[a](docs/data.md#top) ![b](docs/images/b.png) [c](scripts/x.py) [`d`](setup.py) [e](https://e.org)"
-    expected = "[a](data.md#top) ![b](images/b.png) c (`scripts/x.py`) `d` [e](https://e.org)"
-    assert with_site_links(text, "README.md") == expected
-    both = "[t](../benchmarks/t.md) [r](../README.md)"
-    assert with_site_links(both, "docs/x.md") == "[t](benchmarks/t.md) [r](index.md)"
 
 
 def test_names_of_the_reference_exist():

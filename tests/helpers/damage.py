@@ -29,10 +29,10 @@ def refuse_to_open(original: Callable[..., Any]) -> Callable[..., Any]:
     return refuse
 
 
-def truncate(name: str, fraction: float | None) -> Damage:
+def truncate(name: str, fraction: float) -> Damage:
     def damage(path: Path) -> None:
         content = (path / name).read_bytes()
-        (path / name).write_bytes(content[: 1 if fraction is None else int(len(content) * fraction)])
+        (path / name).write_bytes(content[: int(len(content) * fraction)])
 
     return damage
 
@@ -108,15 +108,6 @@ def add_file(path: Path) -> None:
     (path / "rng" / "extra.bin").write_bytes(b"x")
 
 
-def add_pickle(path: Path) -> None:
-    (path / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'touch never'\ntR.")
-
-
-def directory_for_file(path: Path) -> None:
-    (path / DATA).unlink()
-    (path / DATA).mkdir()
-
-
 def link_nested_directory(path: Path) -> None:
     elsewhere = path.parent / f"elsewhere_{path.name}"
     shutil.move(path / "rng", elsewhere)
@@ -128,53 +119,32 @@ def become_file(path: Path) -> None:
     path.write_text("not a directory")
 
 
-def no_pickle_instead(path: Path) -> None:
-    (path / "model.safetensors").unlink()
-    add_pickle(path)
-
-
 # names in a manifest that are no file of the checkpoint: none is ever opened
 STRANGE_NAMES = {
     "name with ..": "../../../etc/passwd",
-    "name with inner ..": "a/../../b",
     "absolute name": "/etc/passwd",
-    "backslash name": "..\\x",
-    "drive name": "C:x",
     "NUL name": "a\0b",
-    "dot name": "./a",
-    "empty name": "",
     "name that is no text": "\ud800",
     "name too long": "x" * 300,
 }
 # kind -> what it does to the directory of a step from the fourth on, and what has to be said
 DAMAGE: dict[str, tuple[Damage, str]] = {
     "truncated to 0": (truncate(DATA, 0), f"{DATA} does not match"),
-    "truncated to 1 byte": (truncate("model.safetensors", None), "model.safetensors does not match"),
     "truncated to 50 %": (truncate("optimizer.safetensors", 0.5), "optimizer.safetensors does not match"),
-    "truncated to 99 %": (truncate("model.safetensors", 0.99), "model.safetensors does not match"),
-    "bit flip at the start": (flip(DATA, 0), f"{DATA} does not match its sha256"),
     "bit flip in the middle": (flip("model.safetensors", 0.5), "model.safetensors does not match its sha256"),
-    "bit flip at the end": (flip("optimizer.safetensors", 1), "optimizer.safetensors does not match its sha256"),
     "bit flip in optimizer.json": (flip("optimizer.json", 0.5), "optimizer.json does not match"),
     "bit flip in trainer_state.json": (flip("trainer_state.json", 0.5), "trainer_state.json does not match"),
     "bit flip in config.json": (flip("config.json", 0.5), "config.json does not match"),
-    "bit flip in generation_config.json": (flip("generation_config.json", 0.5), "generation_config.json does not"),
     "bit flip in a nested file": (flip("rng/rank0.safetensors", 0.9), "rng/rank0.safetensors does not match"),
-    "bit flip in a nested json": (flip("rng/rank0.json", 0.5), "rng/rank0.json does not match"),
     "manifest truncated to 0": (truncate("manifest.json", 0), "manifest.json is not valid JSON"),
-    "manifest truncated to 50 %": (truncate("manifest.json", 0.5), "manifest.json is not valid JSON"),
     "manifest missing": (remove("manifest.json"), "manifest.json is missing|lost its manifest.json"),
     "manifest of another format": (edit_manifest(format="other"), "not a manifest of this project"),
     "manifest a list": (lambda p: (p / "manifest.json").write_text("[]"), "not a manifest of this project"),
     "manifest of another step": (take_from_another("manifest.json"), "manifest.json is of step 2"),
     "weights missing": (remove("model.safetensors"), "model.safetensors is missing|has no weights"),
-    "config.json missing": (remove("config.json"), "config.json is missing"),
     "optimizer missing": (remove("optimizer.safetensors"), "optimizer.safetensors (is missing|cannot be read)"),
-    "optimizer.json missing": (remove("optimizer.json"), "optimizer.json is missing|has no optimizer state"),
     "state missing": (remove(DATA), f"{DATA} is missing|has no {DATA}"),
-    "state's json missing": (remove("trainer_state.json"), "trainer_state.json is missing|has no trainer_state.json"),
     "nested file missing": (remove("rng/rank0.json"), "rng/rank0.json is missing"),
-    "nested directory missing": (lambda p: shutil.rmtree(p / "rng"), "rng/rank0.json is missing"),
     "empty directory": (empty, "manifest.json is missing|has no weights|neither config.json nor"),
     "files swapped": (swap("model.safetensors", "optimizer.safetensors"), "safetensors does not match its sha256"),
     "rank files swapped": (
@@ -182,34 +152,26 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
         "rng/rank0.safetensors does not match",
     ),
     "weights of another step": (take_from_another("model.safetensors"), "model.safetensors does not match its sha256"),
-    "optimizer of another step": (take_from_another("optimizer.safetensors"), "optimizer.safetensors does not match"),
     "another step's directory": (take_another_step, "manifest.json is of step 2, the directory is not"),
     "wrong step in manifest": (edit_manifest(step=1), "manifest.json is of step 1"),
-    "older format": (edit_manifest(format_version=0), "format version 0; this release reads"),
     "future version": (edit_manifest(format_version=2), "format version 2; this release reads"),
-    "version a string": (edit_manifest(format_version="1"), "format version 1;"),
     "extra file": (add_file, "rng/extra.bin is not in the manifest"),
-    "extra pickle": (add_pickle, "pytorch_model.bin is not in the manifest"),
-    "pickle for the weights": (no_pickle_instead, "model.safetensors is missing|pytorch_model.bin is not in"),
     "extra link": (lambda p: (p / "link").symlink_to("/etc"), "link is not in the manifest"),
     "unreadable weights": (unreadable("model.safetensors"), r"model.safetensors cannot be read \(Permission denied\)"),
     "unreadable manifest": (unreadable("manifest.json"), r"manifest.json cannot be read \(Permission denied\)"),
     "file a link to outside": (replace_by_link("model.safetensors"), "model.safetensors is not a regular file"),
     "directory a link to outside": (link_nested_directory, "rng is not in the manifest|rng/rank0.json is missing"),
-    "directory for a file": (directory_for_file, f"{DATA} is missing|has no {DATA}"),
     "file a pipe": (replace_by_pipe("model.safetensors"), "model.safetensors is not a regular file|has no weights"),
     "checkpoint a file": (become_file, "it is not a directory|no such|cannot be read|weights alone"),
     **{kind: (with_file(name), "is missing") for kind, name in STRANGE_NAMES.items()},
 }
 # flag -> kinds that are harmless to it: it reads no state of training, or no description of the model
-_BESIDE = {"extra file", "extra pickle", "extra link"}
+_BESIDE = {"extra file", "extra link"}
 UNREAD = {
     "--from_pretrained": _BESIDE
-    | {"truncated to 0", "truncated to 50 %", "bit flip at the start", "bit flip at the end", "directory for a file"}
-    | {"bit flip in optimizer.json", "bit flip in trainer_state.json", "optimizer missing", "optimizer.json missing"}
-    | {"state missing", "state's json missing", "optimizer of another step"},
+    | {"truncated to 0", "truncated to 50 %", "bit flip in optimizer.json", "bit flip in trainer_state.json"}
+    | {"optimizer missing", "state missing"},
     "--init_checkpoint": _BESIDE
-    | {"bit flip in config.json", "bit flip in generation_config.json", "config.json missing", "rank files swapped"}
-    | {"bit flip in a nested file", "bit flip in a nested json", "nested file missing", "nested directory missing"}
+    | {"bit flip in config.json", "rank files swapped", "bit flip in a nested file", "nested file missing"}
     | {"directory a link to outside", *STRANGE_NAMES},
 }

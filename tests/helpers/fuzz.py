@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
 import sys
-import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 _WATCHED = ("exec", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "subprocess.Popen")
 _WATCHED += ("ctypes.dlopen", "socket.connect", "shutil.rmtree", "webbrowser.open")
@@ -37,45 +35,6 @@ def edited(rng: random.Random, content: bytes, most: int = 4) -> bytes:
         else:
             content[at:at] = content[: rng.randrange(30)]
     return bytes(content).replace(b"\n", b" ")
-
-
-def any_value(rng: random.Random, annotation: Any) -> list[str]:
-    """Words of a value that the type of a flag may take."""
-    options = typing.get_args(annotation)
-    if typing.get_origin(annotation) is Literal:
-        return [str(rng.choice(options))]
-    if typing.get_origin(annotation) is tuple:
-        return [word for _ in range(rng.choice((1, 1, 2))) for word in any_value(rng, options[0])]
-    if options:
-        return any_value(rng, rng.choice([option for option in options if option is not type(None)] or [str]))
-    words: dict[Any, tuple[object, ...]] = {
-        bool: ("true", "false"),
-        int: (-1, 0, 1, 2, 3, 8, 100, 10**12),
-        float: (-1.0, 0.0, 1e-9, 1e-3, 0.15, 0.5, 1.0, 2.0, 1e30, "nan", "inf"),
-    }
-    texts = (
-        "x",
-        "../x",
-        "/",
-        ".",
-        "a=b",
-        "beta=0.9",
-        "x:y",
-        "os:system",
-        "-",
-        "é",
-        "a b",
-        "1",
-        "[" * 200,
-        "{}",
-        "bf16",
-    )
-    return [str(rng.choice(words.get(annotation, texts)))]
-
-
-def dumped(values: Any) -> str:
-    """JSON as Python writes it, NaN and Infinity included."""
-    return json.dumps(values)
 
 
 @contextmanager

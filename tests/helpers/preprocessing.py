@@ -33,11 +33,11 @@ def outputs(folder):
     return {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
 
 
-def command(folder, *flags, module_form=False):
-    program = ["-m", "megatron.preprocess_data"] if module_form else [str(ROOT / "megatron" / "preprocess_data.py")]
+def command(folder, *flags):
+    program = ROOT / "megatron" / "preprocess_data.py"
     rest = ["--input", folder / "in", "--output-prefix", folder / "out" / "x", "--split-sentences", "--vocab-file"]
     rest += [folder / "vocab.txt", "--tokenizer-type", "BertWordPieceLowerCase", *flags]
-    return [sys.executable, *program, *map(str, rest)]
+    return [sys.executable, *map(str, (program, *rest))]
 
 
 def start(arguments, cwd, **options):

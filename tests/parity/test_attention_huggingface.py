@@ -25,7 +25,6 @@ from transformers import (
 
 from lm_experiments_tools.attention import get_sparsity_config, huggingface
 from lm_experiments_tools.attention.huggingface import enable
-from lm_experiments_tools.attention.kernels import blocks
 from lm_experiments_tools.errors import UserError
 
 LENGTH = 37  # no multiple of any block here
@@ -147,29 +146,6 @@ def test_sparse_layout_equals_eager_with_the_layout_as_a_mask(make, checkpointed
     assert not torch.allclose(results[0][0], convert(model, "Dense")(IDS, attention_mask=PADDING)[0][rows.bool()])
 
 
-@pytest.mark.parametrize("make", [lambda: t5(T5EncoderModel, layers=1), lambda: bert(layers=1)], ids=["t5", "bert"])
-def test_long_inputs_take_the_sparse_backend_by_themselves_and_equal_eager(make, monkeypatch):
-    """Nothing forced: 300 tokens of which the layout leaves a third."""
-    taken, attend, length = [], blocks.attend, 300
-    monkeypatch.setattr(blocks, "attend", lambda *arguments: taken.append(1) or attend(*arguments))
-    config = get_sparsity_config("BSLongformer", 4, block=16)
-    model = make()
-    ids = torch.randint(1, 64, (2, length), generator=torch.Generator().manual_seed(0))
-    padding = torch.ones(2, length, dtype=torch.long)
-    padding[1, 250:] = 0
-    allowed = allowed_tokens(config, length) & padding.bool()[:, None, None, :]
-    added = torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, torch.finfo(torch.float64).min)
-    results = []
-    for each, mask in ((convert(model, config), padding), (model, added)):
-        output = each(ids, attention_mask=mask)[0] * padding[:, :, None]
-        output.square().sum().backward()
-        grads = {name: p.grad for name, p in each.named_parameters() if p.grad is not None}
-        results.append((output.detach(), grads))
-    assert taken == [1]
-    torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=TOLERANCE)
-    assert_equal_gradients(results[0][1], results[1][1])
-
-
 @pytest.mark.parametrize("options", [{"use_cache": True}, {"use_cache": False}, {"cache_implementation": "static"}])
 def test_generation_equals_eager(options):
     model = t5().eval()
@@ -206,13 +182,6 @@ def test_only_the_encoder_is_sparse(calls):
     assert not torch.equal(*layers), "layers with random blocks draw their own"
 
 
-def test_layers_without_random_blocks_share_one_layout_object(calls):
-    """Lists that kernels need of a layout are made once."""
-    model = convert(bert(), "BSLongformer", block=4)
-    model(**batch(model))
-    assert calls[0]["layout"] is calls[1]["layout"]
-
-
 def test_from_pretrained_with_the_name_alone_respects_padding(tmp_path, calls):
     model = bert().eval()
     model.save_pretrained(tmp_path)
@@ -239,23 +208,6 @@ def test_the_layout_is_saved_with_the_model_and_loaded(tmp_path):
     assert not torch.allclose(dense(**batch(model)).loss, model(**batch(model)).loss)
     enable(dense)  # what its configuration says
     assert torch.equal(dense(**batch(model)).loss, model(**batch(model)).loss)
-
-
-def test_the_ancestors_configuration_is_understood(calls):
-    """sparse_config_cls and sparse_attention as its BERT configurations have them."""
-    model = bert()
-    model.config.sparse_config_cls = "deepspeed.ops.sparse_attention:BigBirdSparsityConfig"
-    model.config.sparse_attention = {"num_heads": 4, "block": 8, "different_layout_per_head": True}
-    enable(model)(**batch(model))
-    assert calls[0]["layout"].block == 8 and calls[0]["layout"].different_layout_per_head
-
-
-def test_a_copy_trains_its_own_bias():
-    model = convert(t5(), "BigBird", block=4)
-    other = copy.deepcopy(model)
-    gradients(other, **batch(model))
-    bias = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    assert model.get_parameter(bias).grad is None and other.get_parameter(bias).grad.abs().max() > 0
 
 
 def test_a_mask_of_queries_by_keys_is_added_to_the_layout():
@@ -298,15 +250,3 @@ def test_bfloat16_autocast_keeps_the_bias_in_float32_and_trains_it():
     name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     assert abs(loss - expected_loss) < 0.05 and got[name].dtype == torch.float32
     assert torch.nn.functional.cosine_similarity(got[name].flatten(), expected[name].flatten(), dim=0) > 0.98
-
-
-def test_attention_weights_are_refused():
-    with pytest.raises(UserError, match='attn_implementation="eager"'):
-        convert(t5(), "Dense")(**batch(t5()), output_attentions=True)
-
-
-def test_what_cannot_be_converted_is_said():
-    with pytest.raises(UserError, match="is for 2 heads, but BertForMaskedLM has 4"):
-        enable(bert(), get_sparsity_config("BigBird", 2))
-    with pytest.raises(UserError, match="block belong to the name of a layout"):
-        enable(bert(), get_sparsity_config("BigBird", 4), block=64)

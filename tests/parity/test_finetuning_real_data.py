@@ -44,6 +44,7 @@ def finetune(folder, config, **flags):
     return metrics, [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+@pytest.mark.slow
 def test_the_loss_of_summaries_by_transformers(tmp_path):
     flags = {"input_seq_len": 96, "target_seq_len": 24}
     metrics, rows = finetune(
@@ -63,6 +64,7 @@ def test_the_loss_of_summaries_by_transformers(tmp_path):
     assert metrics["loss"] == pytest.approx(total / count, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_perplexity_by_transformers(tmp_path):
     text = json.loads((CORPUS / "wikitext2_valid.jsonl").read_text().splitlines()[0])["text"][:6000]
     (tmp_path / "valid.jsonl").write_text(json.dumps({"text": text}) + "\n")

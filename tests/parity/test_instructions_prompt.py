@@ -1,16 +1,7 @@
-"""Prompts of Super-Natural-Instructions: those of Tk-Instruct to the character.
-
-`NI_COLLATOR` names a copy of a Python file with Tk-Instruct's class `DataCollatorForNI` (`src/ni_collator.py` of
-yizhongw/Tk-Instruct, or `nanoT5/utils/copied_utils.py` of PiotrNawrot/nanoT5); without it the comparison is skipped
-and the prompts written out here by hand remain.
-"""
+"""Prompts of Super-Natural-Instructions: those of Tk-Instruct's `DataCollatorForNI`, written out by hand."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-from dataclasses import asdict
 from itertools import islice
 
 import numpy as np
@@ -91,43 +82,6 @@ def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     Tokenizer.load(path).save(folder)
     return AutoTokenizer.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def reference():
-    path = os.environ.get("NI_COLLATOR")
-    if not path:
-        pytest.skip("NI_COLLATOR names no copy of Tk-Instruct's collator")
-    spec = importlib.util.spec_from_file_location("ni_collator", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.DataCollatorForNI
-
-
-@pytest.mark.parametrize("limit", [128, 300, 1024])
-@pytest.mark.parametrize("parts", [*TK_INSTRUCT, *OTHER_PARTS], ids=str)
-def test_rows_are_those_of_tk_instructs_collator(parts, limit, tokenizer, reference):
-    names = ["task957_e2e_nlg_text_generation_generate", "task039_qasc_find_overlapping_words"]
-    examples, official = [], []
-    encoder = ExampleEncoder(tokenizer, limit, 32)
-
-    def fits(texts):
-        return encoder.num_tokens("".join(texts)) <= limit
-
-    for name in names:
-        task = {**json.loads((DATA / "sni" / "tasks" / f"{name}.json").read_text()), "Task": name}
-        some = task["Instances"][:6]
-        official += [{**task, "Instance": {**instance, "output": instance["output"][:1]}} for instance in some]
-        examples += [prompt_text(task, instance["input"], parts, fits) for instance in some]
-    collator = reference(tokenizer, max_source_length=limit, max_target_length=32, text_only=True, **asdict(parts))
-    theirs = collator(official)
-    ours = encoder.encode_sources(examples)["input_ids"]
-    for text, row, expected in zip(examples, ours, theirs["inputs"], strict=True):
-        assert row == tokenizer(expected, truncation=True, max_length=limit)["input_ids"]
-        if encoder.num_tokens(text) <= limit:
-            assert text == expected
-    targets = encoder.encode_targets([label for label in theirs["labels"]])
-    assert targets == tokenizer(theirs["labels"], truncation=True, max_length=32)["input_ids"]
 
 
 def test_tk_instruct_draws_every_form_and_every_output_by_seed_epoch_and_example(tokenizer):

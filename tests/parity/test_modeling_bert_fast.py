@@ -104,31 +104,6 @@ def test_dropout_is_independent_of_the_right_size_and_has_its_own_gradient(dtype
     assert not torch.equal(dropped(x, probability), out)
 
 
-def test_second_derivatives_through_dropout_are_those_of_what_it_keeps():
-    torch.manual_seed(0)
-    x = torch.rand(50, dtype=torch.float32, requires_grad=True)
-    (first,) = torch.autograd.grad(dropped(x, 0.5).pow(3).sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), x)
-    kept = first != 0
-    torch.testing.assert_close(second, 6 * 2.0**3 * x.detach() * kept)
-    of_function = torch.func.grad(lambda values: dropped(values, 0.5).sum())(x.detach())
-    assert of_function.unique().tolist() == [0.0, 2.0]
-
-
 def test_a_norm_without_weights_is_called():
     x, norm = torch.randn(3, 8).bfloat16(), nn.LayerNorm(8, elementwise_affine=False)
     assert torch.equal(normed(norm, x), norm(x))
-
-
-def test_documents_in_one_row_have_the_logits_of_each_alone():
-    """By a mask of queries by keys, and positions that begin again."""
-    ours, theirs = (model.eval() for model in models())
-    generator = torch.Generator().manual_seed(2)
-    documents = [torch.randint(1, 99, (1, length), generator=generator) for length in (9, 4, 15)]
-    numbers = torch.cat([torch.full((1, ids.shape[1]), number) for number, ids in enumerate(documents)], dim=1)
-    positions = torch.cat([torch.arange(ids.shape[1])[None] for ids in documents], dim=1)
-    mask = numbers[:, :, None] == numbers[:, None, :]
-    packed = ours(torch.cat(documents, dim=1), mask, position_ids=positions).prediction_logits
-    for number, ids in enumerate(documents):
-        alone = theirs(ids).prediction_logits
-        torch.testing.assert_close(packed[numbers == number], alone[0], rtol=1e-5, atol=1e-5)

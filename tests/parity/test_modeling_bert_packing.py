@@ -7,7 +7,6 @@ from torch.nn.functional import cross_entropy
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import modeling_bert
-from lm_experiments_tools.attention.positions import RotaryPosition
 from lm_experiments_tools.attention.segments import positions_of, starts_of
 from modeling_bert.configuration_bert import POSITIONS
 from tests.helpers.packed_rows import packed_rows
@@ -49,8 +48,7 @@ def test_the_worked_example():
     assert positions_of(torch.ones(1, 4)).tolist() == [[0, 1, 2, 3]]
 
 
-@pytest.mark.parametrize("is_fast", [False, True])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("implementation", "is_fast"), [*((name, False) for name in IMPLEMENTATIONS), ("sdpa", True)])
 @pytest.mark.parametrize("position", POSITIONS)
 @torch.no_grad()
 def test_each_document_is_as_alone(position, implementation, is_fast):
@@ -77,21 +75,6 @@ def test_at_the_end_of_a_long_row(position):
         model.set_attn_implementation(implementation)
         states = model(**rows).last_hidden_state[0, 720:]
         torch.testing.assert_close(states, alone, rtol=0, atol=1e-5)
-
-
-@torch.no_grad()
-def test_rotary_positions_begin_again(monkeypatch):
-    """Else the angles of far places, which are coarse, would differ from those of near ones."""
-    rows, _ = packed_rows()
-    model, offsets = made("BertModel", "rotary").eval(), []
-    rotate = RotaryPosition.rotate
-    monkeypatch.setattr(RotaryPosition, "rotate", lambda self, q, k, at: offsets.append(at) or rotate(self, q, k, at))
-    model(**rows)
-    assert len(offsets) == 2
-    assert torch.equal(torch.arange(25) + offsets[0][:, 0], positions_of(rows["segment_ids"]))
-    x = torch.randn(1, 4, 1, 8).expand(3, 4, 25, 8)
-    turned, _ = rotate(model.encoder.position, x, x, offsets[0])
-    assert torch.equal(turned[0, :, :4], turned[0, :, 7:11]) and not torch.equal(turned[0, :, :4], turned[0, :, 8:12])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -246,23 +246,6 @@ def test_pre_layer_norm_is_robertas(last):
     assert len(outputs.hidden_states) == 3 and torch.equal(outputs.hidden_states[-1], outputs.last_hidden_state)
 
 
-@pytest.mark.parametrize("kind", ["relative_key", "relative_key_query"])
-def test_content_with_distance_is_compared_as_the_papers_say(kind):
-    """Scores by loops over positions: Shaw et al. 2018, equation 5; Huang et al. 2020, equation 15 (method 4)."""
-    from modeling_bert import BertConfig
-    from modeling_bert.positions import content_position
-
-    scheme = content_position(BertConfig(**SIZES, position_embedding_type=kind)).double()
-    for length in (1, 2, 7, 40):
-        q, k = torch.randn(2, 2, 4, length, 8, dtype=torch.float64)
-        expected = torch.empty(2, 4, length, length, dtype=torch.float64)
-        for i in range(length):
-            for j in range(length):
-                a = scheme.weight[i - j + 39]
-                expected[:, :, i, j] = q[:, :, i] @ a + (k[:, :, j] @ a if kind == "relative_key_query" else 0)
-        torch.testing.assert_close(scheme(q, k), expected / math.sqrt(8), rtol=1e-10, atol=1e-12)
-
-
 def fill(model):
     """Weights that depend on names and places alone, so that another process has the same."""
     for name, parameter in model.named_parameters():

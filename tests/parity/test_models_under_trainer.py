@@ -67,7 +67,10 @@ def train(folder, package, name: str, kinds: tuple[str, ...], rows: int, accumul
     return [log["loss"] for log in logs], [log["grad_norm"] for log in logs], model.state_dict()
 
 
-@pytest.mark.parametrize("name", CLASSES)
+DAILY = ("BertForMaskedLM", "T5ForConditionalGeneration")
+
+
+@pytest.mark.parametrize("name", [n if n in DAILY else pytest.param(n, marks=pytest.mark.slow) for n in CLASSES])
 def test_micro_batches_are_one_batch(tmp_path, name):
     package, *kinds = CLASSES[name]
     losses, norms, weights = train(tmp_path, package, name, kinds, rows=8, accumulation=1)

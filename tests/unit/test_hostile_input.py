@@ -11,8 +11,6 @@ import json
 import os
 import pickle
 import random
-import traceback
-import typing
 import zipfile
 from collections import Counter
 from pathlib import Path
@@ -23,23 +21,16 @@ import torch
 import transformers as tr
 from safetensors.torch import save_file
 
-from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.checkpoint.legacy import read_old_training_state
 from lm_experiments_tools.checkpoint.weights import load_weights
-from lm_experiments_tools.config.bert import BertPretrainingArgs
-from lm_experiments_tools.config.cli import parse
-from lm_experiments_tools.config.finetuning import FinetuningArgs
-from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.data.text.records import RejectedRecords, rows
-from lm_experiments_tools.errors import RunError, UserError
+from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models import build
 from lm_experiments_tools.models.build import build_model
-from lm_experiments_tools.models.from_args import model_source
 from lm_experiments_tools.models.saved import open_saved
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
-from lm_experiments_tools.recipes import common
 from tests.helpers.checkpoint_toys import random_t5
-from tests.helpers.fuzz import any_value, dumped, edited, watching
+from tests.helpers.fuzz import edited, watching
 
 ROWS = [
     {"text": "one two", "label": "a"},
@@ -50,8 +41,6 @@ ROWS = [
 T5 = {"model_type": "t5", "vocab_size": 64, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 2}
 T5 |= {"decoder_start_token_id": 0, "dropout_rate": 0.1, "feed_forward_proj": "relu", "tie_word_embeddings": True}
 T5 |= {"relative_attention_num_buckets": 8, "pad_token_id": 0, "eos_token_id": 1, "layer_norm_epsilon": 1e-6}
-BERT = {"model_type": "bert", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-BERT |= {"intermediate_size": 32, "max_position_embeddings": 32, "hidden_act": "gelu", "type_vocab_size": 2}
 FULL = pytest.mark.slow
 
 
@@ -88,17 +77,6 @@ def test_of_5000_edited_rows_those_that_json_reads_are_kept_and_all_others_named
     assert outcomes["lines"] == 5000 and outcomes["kept"] > 1000 and outcomes["named"] > 1000, outcomes
 
 
-def where_raised(error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [f"{frame.filename}:{frame.lineno}" for frame in frames if "/lm_experiments_tools/" in frame.filename]
-    return f"{error!r} {ours[-1] if ours else ''}"
-
-
-def only(outcomes: Counter, *expected: str) -> None:
-    unexpected = [f"{count} {what}" for what, count in outcomes.items() if what not in expected]
-    assert not unexpected, "\n".join(unexpected)
-
-
 def test_a_model_beyond_the_memory_is_refused_with_both_numbers(monkeypatch):
     """Bytes of bert-base by hand: 4 for each of its 109,514,298 parameters."""
     config = tr.BertConfig()
@@ -107,48 +85,6 @@ def test_a_model_beyond_the_memory_is_refused_with_both_numbers(monkeypatch):
         build_model(tr.BertForMaskedLM, config, seed=0)
     monkeypatch.setattr(build, "total_memory", lambda: 4 * 109_514_298)
     build.check_size(tr.BertForMaskedLM, config)
-
-
-RUN = {"lr": ["1e-3"], "iters": ["20"], "model_cfg": ["model.json"]}
-REQUIRED = {
-    T5PretrainingArgs: {**RUN, "data_path": ["text.jsonl"]},
-    BertPretrainingArgs: {**RUN, "data_path": ["text"], "vocab_file": ["vocab.txt"]},
-    FinetuningArgs: {**RUN, "data_path": ["rows.jsonl"], "tokenizer": ["folder"]},
-}
-
-
-@pytest.mark.parametrize("count", [90, pytest.param(500, marks=FULL)])
-def test_any_combination_of_flags_is_taken_or_refused_in_a_sentence(tmp_path, monkeypatch, count):
-    """Flags and YAML files up to where a run would look for its data."""
-    monkeypatch.chdir(tmp_path)
-    rng, outcomes = random.Random("flags"), Counter()
-    for number in range(count):
-        args_class = list(REQUIRED)[number % 3]
-        Path("model.json").write_text(dumped(BERT if args_class is BertPretrainingArgs else T5))
-        fields = typing.get_type_hints(args_class)
-        chosen = rng.sample(sorted(fields.keys() - {"working_dir"}), rng.choice((1, 1, 2, 3)))
-        given = {name: words for name, words in REQUIRED[args_class].items() if name in fields}
-        given |= {name: any_value(rng, fields[name]) for name in chosen}
-        argv = [word for name, words in given.items() for word in (f"--{name}", *words)]
-        if number % 2:
-            lists = {name: words if len(words) > 1 else words[0] for name, words in given.items()}
-            Path("run.yaml").write_text(dumped(lists))  # which is YAML
-            argv = ["--config", "run.yaml"]
-        try:
-            args, _ = parse(args_class, argv)
-            outcomes["parsed"] += 1
-            common._check_optimization(args)
-            if args_class is not FinetuningArgs:
-                model_source(args, LocalBackend())
-            outcomes["taken"] += 1
-        except (UserError, RunError) as error:
-            sentence(error)
-            outcomes["refused"] += 1
-        except Exception as error:
-            outcomes[f"{where_raised(error)}: {given}"] += 1
-    print(outcomes)
-    only(outcomes, "parsed", "taken", "refused")
-    assert outcomes["refused"] > 30 and outcomes["taken"] > 9, outcomes
 
 
 # ---- what is read from elsewhere ------------------------------------------------------------------------------------

@@ -94,30 +94,6 @@ def test_settings_of_a_namespace_mean_what_they_meant():
     assert settings_of(args, "bf16").bf16 and not settings_of(args, "no").fp16
 
 
-def test_what_had_no_effect_is_left_out_and_named(caplog, monkeypatch):
-    caplog.set_level(logging.INFO)
-    changed = {"reset_lr": True, "num_warmup_steps": 10, "save_interval": 5, "lr_drop_factor": 0.5}
-    settings_of(argparse.Namespace(**{**DEFAULTS, **changed}))
-    (line,) = [record.message for record in caplog.records if "without effect" in record.message]
-    assert all(name in line for name in changed) and "num_warmup_steps (no lr_scheduler)" in line
-    monkeypatch.setenv("HOROVOD_RANK", "1")
-    caplog.clear()
-    settings_of(argparse.Namespace(**{**DEFAULTS, **changed}))
-    assert not caplog.records
-
-
-def test_one_warning_a_process_names_the_way_of_today(caplog, monkeypatch):
-    settings_of(SimpleNamespace())
-    settings_of(SimpleNamespace())
-    (warning,) = caplog.records
-    assert "TrainerArgs" in warning.message and "docs/porting.md" in warning.message
-    monkeypatch.setattr(notices, "_said", [])
-    monkeypatch.setenv("RANK", "1")
-    caplog.clear()
-    settings_of(SimpleNamespace())
-    assert not caplog.records
-
-
 def test_the_ancestors_names_are_where_its_programs_look(tmp_path, monkeypatch):
     import torch
 

@@ -61,12 +61,3 @@ def test_training_ends_where_the_best_metric_meets_the_stop_condition():
     trainer = trainer_of(DataLoader(RaggedPairs(4), 2), third)
     trainer.train()
     assert trainer.n_iter == trainer.state.best_step < 6 and trainer.state.best_metric == min(seen)
-
-
-def test_settings_of_validation_without_its_data_are_left_out_with_a_line(caplog):
-    caplog.set_level("INFO")
-    trainer = trainer_of(None, save_best=True, early_stopping_patience=1)
-    (line,) = [record.getMessage() for record in caplog.records if "without effect" in record.getMessage()]
-    assert "save_best (no valid_dataloader); early_stopping_patience (no valid_dataloader)" in line
-    trainer.train()
-    assert trainer.n_iter == 6

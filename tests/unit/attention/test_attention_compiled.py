@@ -156,7 +156,7 @@ MODELS = {
     ),
 }
 
-IMPLEMENTATIONS, OFTEN = ("eager", "sdpa", "block_sparse"), [*MODELS][3:]
+IMPLEMENTATIONS, OFTEN = ("eager", "sdpa", "block_sparse"), ["bert alibi, sparse"]
 for kind, make, positions in (
     ("t5", t5, modeling_t5.configuration_t5.POSITIONS),
     ("bert", bert, modeling_bert.configuration_bert.POSITIONS),
@@ -165,7 +165,6 @@ for kind, make, positions in (
         for implementation in IMPLEMENTATIONS:
             name = f"{kind} {implementation} {position}"
             MODELS[name] = partial(make, implementation, position_embedding_type=position)
-OFTEN += ["bert sdpa relative_key"]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ def example():
     return module
 
 
+@pytest.mark.slow
 def test_maps_are_the_models_weights_and_are_drawn(example, tmp_path):
     torch.manual_seed(0)
     sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}

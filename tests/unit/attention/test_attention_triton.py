@@ -111,6 +111,7 @@ assert all(torch.equal(found, results[0][i]) for others in results[1:] for i, fo
 """
 
 
+@pytest.mark.slow
 def test_dropout_does_not_depend_on_tiles_and_the_output_has_the_strides_of_q():
     [[same, share]] = printed("-c", IN_THE_INTERPRETER)
     assert same and abs(share - 0.1) < 5 * (0.1 * 0.9 / (4 * 64 * 64)) ** 0.5

@@ -136,7 +136,7 @@ def test_a_fault_at_some_calls_of_a_save_loses_nothing(runs, tmp_path, counts, f
     every_call(runs, tmp_path, counts, "tidy", fault, first % 2 == 0, first=first, by=31)
 
 
-@pytest.mark.parametrize("fault, earlier", [("EIO", 2), ("short write", 1)])
+@pytest.mark.parametrize("fault, earlier", [("EIO", 2), pytest.param("short write", 1, marks=pytest.mark.slow)])
 def test_a_fault_at_any_call_of_a_writer_leaves_the_checkpoint_before(tmp_path, fault, earlier, caplog):
     """Of an earlier step, or of the same one, which is replaced; without a run, so that each call is affordable."""
     for at in range(1, 200):

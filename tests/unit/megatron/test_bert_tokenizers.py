@@ -9,10 +9,9 @@ import pytest
 import tokenizers
 
 from lm_experiments_tools.data.text.train_vocabulary import train_wordpiece
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.main import main as lmtools
-from megatron.tokenizers import build_tokenizer, check_tokenizer
+from megatron.tokenizers import build_tokenizer
 from tests.helpers.real_data import DATA, lacking
 
 BERT = DATA / "vocabs" / "bert-base-uncased"
@@ -83,15 +82,6 @@ def test_real_text_with_googles_vocabulary_equals_transformers():
     )
     loaded = build_tokenizer("HFTokenizer", name_or_path=BERT)
     assert loaded.fingerprint == tokenizer.fingerprint  # the same tokenizer by another way
-
-
-def test_arrays_hold_the_ids_of_all_texts(uncased):
-    texts = ["words", "", "unable words"]
-    ids, lengths = uncased.encode_arrays(texts)
-    assert ids.dtype == np.int32 and lengths.tolist() == [2, 0, 4]
-    assert ids.tolist() == [index for text in texts for index in uncased.encode(text)]
-    ids, lengths = uncased.encode_arrays([])
-    assert ids.size == lengths.size == 0 and uncased.encode_batch([]) == []
 
 
 def test_special_ids_word_starts_and_decoding(uncased):
@@ -178,17 +168,6 @@ def test_other_families_mark_word_starts_in_their_own_way(tmp_path):
     assert tokenizer.starts_word.tolist() == [True] * 4 + [False, True, False, True]
 
 
-def test_a_word_level_tokenizer_can_encode_but_has_no_word_starts(tmp_path):
-    backend = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({piece: index for index, piece in enumerate([*ROLES.values(), "a"])}, "<pad>")
-    )
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = build_tokenizer("HFTokenizer", name_or_path=hugging_face_folder(tmp_path / "words", backend, **ROLES))
-    assert tokenizer.encode("a a") == [4, 4]
-    with pytest.raises(UserError, match=r"words does not mark where words begin"):
-        _ = tokenizer.starts_word
-
-
 def test_added_words_that_look_across_spaces_are_found(vocab_file, tmp_path):
     build_tokenizer("BertWordPieceLowerCase", vocab_file=vocab_file).save(tmp_path / "saved")
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "saved" / "tokenizer.json"))
@@ -230,27 +209,6 @@ def test_what_cannot_be_a_bert_tokenizer_is_one_sentence(vocab_file, tmp_path):
         with pytest.raises(UserError, match=message) as caught:
             build_tokenizer(kind, **arguments)
         assert "\n" not in str(caught.value)
-
-
-def test_a_piece_named_twice_is_reported_and_counts_where_it_stands_last(tmp_path, caplog):
-    (tmp_path / "vocab.txt").write_text("\n".join([*SPECIAL, "a", "b", "a"]))
-    tokenizer = build_tokenizer("BertWordPieceCase", vocab_file=tmp_path)
-    assert "names 'a' twice" in caplog.text
-    assert tokenizer.encode("a b") == [7, 6] and tokenizer.size == 8
-    tokenizer.save(tmp_path / "saved")
-    for kind, where in (("BertWordPieceCase", "vocab_file"), ("HFTokenizer", "name_or_path")):
-        assert build_tokenizer(kind, **{where: tmp_path / "saved"}).fingerprint == tokenizer.fingerprint
-
-
-def test_tokens_made_with_another_tokenizer_are_refused(uncased, vocab_file, tmp_path):
-    for name, fingerprint in (("same", uncased.fingerprint), ("other", "0" * 64), ("foreign", None)):
-        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
-            facts = {"vocab_sha256": fingerprint, "vocab_file": "v.txt", "vocab_size": 7}
-            writer.finalize(facts if fingerprint else {})
-    check_tokenizer(IndexedDataset(tmp_path / "same"), uncased)
-    check_tokenizer(IndexedDataset(tmp_path / "foreign"), uncased)
-    with pytest.raises(UserError, match=r"other were made with the vocabulary v.txt .fingerprint 000000000000"):
-        check_tokenizer(IndexedDataset(tmp_path / "other"), uncased)
 
 
 def test_a_wordpiece_vocabulary_is_trained_and_is_the_same_every_time(tmp_path, capsys):

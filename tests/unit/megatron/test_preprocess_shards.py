@@ -86,6 +86,7 @@ def test_finished_shards_are_used_for_the_same_text_and_settings_alone(
     assert outputs(folder) == gone_on
 
 
+@pytest.mark.slow
 def test_runs_to_one_prefix_wait_for_each_other(folder, tokenizer):
     write_lines(folder / "in" / "data.jsonl", [{"text": "fine"}])
     with locked(folder / "out" / "x.lock"):

@@ -1,7 +1,5 @@
 """Sentence splitters: they cover the text whatever they are, and refuse what changes it."""
 
-import sys
-
 import pytest
 
 from lm_experiments_tools.errors import UserError
@@ -83,10 +81,3 @@ def test_a_text_on_which_a_splitter_panics_is_refused(monkeypatch):
     monkeypatch.setattr("sentencex.segment", panics)
     with pytest.raises(UserError, match="sentencex fails on the text: byte index 30"):
         SentenceSplitter("sentencex")("text")
-
-
-@pytest.mark.parametrize("package", ["nupunkt", "sentencex"])
-def test_a_splitter_that_is_not_installed_is_one_sentence(package, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=f"needs.*: pip install {package}"):
-        SentenceSplitter(package)

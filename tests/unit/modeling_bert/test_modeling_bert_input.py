@@ -3,7 +3,6 @@
 import pytest
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 from lm_experiments_tools.attention.kernels.call import force_backend
 from lm_experiments_tools.attention.positions import PositionScheme
@@ -142,11 +141,6 @@ def test_a_configuration_of_transformers_is_taken_and_of_another_kind_refused():
         BertModel(transformers.T5Config())
 
 
-def test_a_setting_of_another_type_is_refused_by_name():
-    with pytest.raises(StrictDataclassFieldValidationError, match="rotary_dim"):
-        BertConfig(rotary_dim="4")
-
-
 class Window(PositionScheme):
     def __init__(self, config, bidirectional):
         super().__init__()
@@ -173,15 +167,3 @@ def test_a_position_scheme_of_the_users_own(way, tmp_path):
     mine.save_pretrained(tmp_path / "saved")
     loaded = BertModel.from_pretrained(tmp_path / "saved").eval()
     torch.testing.assert_close(loaded(ids(20)).last_hidden_state, expected)
-
-
-def test_arguments_that_transformers_models_take_may_be_given_unset():
-    """As wrappers do that hand all arguments of transformers' forward on, head_mask among them."""
-    settings = {**SIZES, "attn_implementation": "eager"}
-    ours, theirs = model(BertForMaskedLM), transformers.BertForMaskedLM(transformers.BertConfig(**settings)).eval()
-    unset = {"head_mask": None, "encoder_hidden_states": None, "past_key_values": None, "use_cache": False}
-    for each in (ours, theirs):
-        with torch.no_grad():
-            assert torch.equal(each(ids(5), **unset).logits, each(ids(5)).logits)
-    with pytest.raises(TypeError, match="BertModel does not take head_mask"):
-        ours(ids(5), head_mask=torch.ones(2, 4), use_cache=False)

@@ -68,12 +68,3 @@ def test_without_a_label_there_is_nothing_to_learn(kind):
     loss.backward()
     assert loss == 0
     assert all(p.grad is None or (p.grad == 0).all() for p in model.parameters())
-
-
-def test_words_alone_or_pairs_alone_may_be_without_a_label():
-    name, labels = CASES["words and pairs"]
-    model = model_of(name)
-    for key, y in labels.items():
-        outputs = model(WORDS + 1, **{**labels, key: torch.full_like(y, -100)})
-        other = outputs.loss_nsp if key == "labels" else outputs.loss_mlm
-        assert other > 0 and torch.equal(outputs.loss, other)

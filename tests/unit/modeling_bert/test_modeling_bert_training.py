@@ -11,7 +11,7 @@ import modeling_bert
 from lm_experiments_tools.attention.kernels.call import force_backend
 from modeling_bert import BertConfig
 from run_bert_pretraining import main
-from tests.helpers.bert_toys import TINY, make_bert_data
+from tests.helpers.bert_toys import make_bert_data
 
 BIGBIRD = {"sparse_config_cls": "BigBird", "sparse_attention": {"block": 8}}
 VARIANTS = {
@@ -87,18 +87,6 @@ def test_a_run_logs_what_it_logs_with_transformers_class(data, work):
         torch.testing.assert_close(value, expected[name], rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.parametrize("variant", ["pre-norm, T5 bias", "rotary, sparse"])
-def test_a_variant_is_trained_and_resumed_by_the_run_script(data, work, variant):
-    (work / "variant.json").write_text(json.dumps({**TINY, **VARIANTS[variant], "hidden_dropout_prob": 0.1}))
-    cls = "modeling_bert:BertForPreTraining"
-    whole = run(data, "whole", cls, iters=3, cfg="variant.json")
-    run(data, "parts", cls, iters=2, cfg="variant.json")
-    assert run(data, "parts", cls, iters=3, cfg="variant.json") == whole
-    first, second = (modeling_bert.BertForPreTraining.from_pretrained(f"{name}/last") for name in ("whole", "parts"))
-    for name, value in first.state_dict().items():
-        assert torch.equal(value, second.state_dict()[name]), name
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_parameter_has_a_gradient_and_what_is_learned_survives_saving(variant, tmp_path):
     model = model_of(variant)
@@ -150,21 +138,6 @@ def test_in_bfloat16_it_is_near_and_trains(variant, is_cast):
     loss.backward()
     torch.testing.assert_close(loss, expected, rtol=2e-2, atol=0)
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
-
-
-def test_adapters_are_trained_and_merged():
-    peft = pytest.importorskip("peft")
-    adapters = peft.LoraConfig(r=2, target_modules=["query", "value"], lora_dropout=0.0)
-    model = peft.get_peft_model(model_of("pre-norm, T5 bias"), adapters).eval()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
-    before = model(**batch()).loss
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(**batch()).loss.backward()
-        optimizer.step()
-    trained = model(**batch()).loss
-    assert trained < before - 1e-3
-    torch.testing.assert_close(model.merge_and_unload()(**batch()).loss, trained)
 
 
 @pytest.mark.slow

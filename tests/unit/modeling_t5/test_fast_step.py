@@ -127,6 +127,7 @@ def test_adapted_hooked_and_replaced_layers_are_called():
     assert seen == [(3, 30, 32), (3, 30, 32)]
 
 
+@pytest.mark.slow
 def test_each_kind_of_block_is_one_graph_and_two_for_any_lengths():
     """No graph breaks, and the first layer, which owns the position bias, is compiled as all others."""
     torch.compiler.reset()

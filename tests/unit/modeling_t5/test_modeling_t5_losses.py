@@ -234,12 +234,3 @@ def test_losses_of_classes_are_exact_with_weights_of_16_bits(cls, kind):
     torch.testing.assert_close(got.loss, definition(got.logits.float(), CLASS_LABELS[kind]))
     if kind == "single":
         assert model(ids, labels=torch.tensor([-100, -100])).loss == 0
-
-
-def test_loss_over_the_tokens_of_a_whole_step():
-    model, inputs = make(), batch()
-    whole = model(**inputs).loss
-    halves = [
-        model(**{k: v[i : i + 1] for k, v in inputs.items()}, num_items_in_batch=torch.tensor(18)).loss for i in (0, 1)
-    ]
-    torch.testing.assert_close(sum(halves), whole)

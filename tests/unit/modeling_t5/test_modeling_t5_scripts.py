@@ -167,7 +167,8 @@ def test_peft(kind, settings):
     assert model.eval().generate(**inputs, max_new_tokens=4).shape[0] == 2
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_compiled_run_stops_goes_on_and_ends_as_one_that_is_not_compiled(start, tmp_path, monkeypatch, backend):
     frames = torch._dynamo.utils.counters["frames"]
     frames.clear()

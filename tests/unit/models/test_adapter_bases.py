@@ -42,6 +42,7 @@ def weights(run):
     return load_file(run / "last" / "adapter_model.safetensors")
 
 
+@pytest.mark.slow
 def test_an_adapter_goes_on_over_the_weights_it_began_with(bases, tmp_path):
     """Its base, the last checkpoint of a run, is kept by that run, which trains on with room for one checkpoint."""
     base, run, lora = tmp_path / "base", tmp_path / "adapter", ("--peft", "lora", "--lora_dropout", 0.1)

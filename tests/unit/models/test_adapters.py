@@ -80,8 +80,14 @@ def answer(model, batch):
         return model.generate(input_ids=batch["input_ids"], attention_mask=mask, max_new_tokens=6, pad_token_id=0)
 
 
-@pytest.mark.parametrize("kind", list(AUTO))
-@pytest.mark.parametrize("method", ["lora", "prompt_tuning", "prefix_tuning", "new_tokens"])
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        *(("lora", kind) for kind in AUTO),
+        *((method, "encoder-decoder") for method in ("prompt_tuning", "prefix_tuning", "new_tokens")),
+        ("prompt_tuning", "decoder"), ("prefix_tuning", "encoder"),
+    ],
+)  # fmt: skip
 def test_each_kind_learns_and_saves_what_it_trained_and_loads_again(method, kind, bases, tmp_path):
     count = {} if method == "lora" else {"num_virtual_tokens": 8}
     args = toy_args(bases[kind], kind, peft=method, dropout_rate=0.0, **count)

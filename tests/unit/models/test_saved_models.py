@@ -41,7 +41,10 @@ FAMILIES = {
     "opt": (tr.OPTConfig, dict(hidden_size=32, ffn_dim=64, num_hidden_layers=1, num_attention_heads=4, **TEN)),
 }
 TASK = dict(model_type="encoder-decoder", task="text_to_text", input_seq_len=16, target_seq_len=8, iters=1, lr=1e-3)
-MORE = ("bert without padding", "xlm-roberta", "electra", "our bert", "t5", "pegasus", "llama with padding", "opt")
+MORE = (
+    "roberta", "mpnet", "m2m100", "bert without padding", "xlm-roberta", "electra", "our bert", "t5", "pegasus",
+    "llama with padding", "opt",
+)  # fmt: skip
 IDS = dict(vocab_size=ROWS, bos_token_id=1, eos_token_id=1)
 
 

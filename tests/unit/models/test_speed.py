@@ -174,6 +174,7 @@ def test_a_run_goes_on_as_it_recorded(tmp_path, machine):
     assert found[3] is False and "there is no triton" in origins["compile"]
 
 
+@pytest.mark.slow
 def test_no_thread_computes_with_denormal_numbers():
     """Threads of torch too, each of which has this setting of its own."""
     code = (

@@ -1,10 +1,6 @@
 """A checkpoint that transformers' class would compute otherwise is not taken for its own; a plain one still is."""
 
 import json
-import os
-import subprocess
-import sys
-import textwrap
 from unittest import mock
 
 import pytest
@@ -97,38 +93,6 @@ def test_every_auto_class_has_its_model_and_transformers_keep_theirs(tmp_path):
             with torch.device("meta"):
                 made = getattr(transformers, auto).from_config(read)
             assert type(made).__name__ == head and type(made).__module__.startswith(home)
-
-
-def test_transformers_alone_refuses_a_variant(tmp_path):
-    for kind in ("rotary bert", "alibi t5"):
-        cls, settings = VARIANTS[kind]
-        cls.config_class(**settings).save_pretrained(tmp_path / kind.split()[-1])
-    code = """
-        import sys, transformers
-        for kind in ("bert", "t5"):
-            try:
-                print("read", transformers.AutoConfig.from_pretrained(f"{sys.argv[1]}/{kind}"))
-            except ValueError as error:
-                print(error)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": ""})
-    assert [f"type `lm_experiments_{kind}`" in said.stdout for kind in ("bert", "t5")] == [True, True]
-    assert "read" not in said.stdout.split()
-
-
-def test_peft_finds_the_model_of_its_adapter(tmp_path):
-    peft = pytest.importorskip("peft")
-    cls, settings = VARIANTS["rotary bert"]
-    base = modeling_bert.BertForSequenceClassification(cls.config_class(**settings))
-    base.save_pretrained(tmp_path / "base")
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
-    model = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", r=2, init_lora_weights=False)).eval()
-    model.save_pretrained(tmp_path / "adapter")
-    loaded = peft.AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "adapter").eval()
-    assert type(loaded.base_model.model) is modeling_bert.BertForSequenceClassification
-    ids = torch.arange(1, 9)[None]
-    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
 
 
 class WindowConfig(modeling_t5.T5Config):

@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-import subprocess
 import sys
 
 import psutil
@@ -19,7 +18,7 @@ from transformers import (
 from lm_experiments_tools import FineTuner, PreTrainer, UserError
 from lm_experiments_tools.recipes.bert import BertPretraining
 from lm_experiments_tools.training.trainer import TrainingLoop
-from tests.helpers import ROOT
+from run_t5_pretraining import main as pretrain_t5
 from tests.helpers.runs import BERT, TINY, losses, words, write_text
 from tests.helpers.tokenizer_toys import byte_level_tokenizer
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
@@ -53,7 +52,7 @@ def test_training_is_that_of_the_script(work):
     command = {"data_path": "text.jsonl", "valid_data_path": "text.jsonl", "model_cfg": "tiny.json"}
     command |= {"vocab": numbered_words_vocabulary(work), "input_seq_len": 32, "target_seq_len": 16, "batch_size": 4}
     line = words(**command, **flags, data_n_workers=1, log_interval=1, model_path="script", num_training_steps=None)
-    subprocess.run([sys.executable, ROOT / "run_t5_pretraining.py", *line], check=True, capture_output=True)
+    pretrain_t5(line)
     run = t5(work, **{**flags, "iters": 2}, model_path="run")
     run.train()
     metrics = run.train(iters=4)

@@ -116,12 +116,12 @@ def carry_out(folder: Path, recipe: str) -> str:
 @pytest.mark.parametrize(
     ("name", "shows"),
     [
-        ("an optimizer", "step 2/2"),
-        # Each starts Python a few times more, and is written down like the first one.
+        ("a subcommand", "40 lines"),
+        # Each starts a run, and is written down like the first one.
+        pytest.param("an optimizer", "step 2/2", marks=pytest.mark.slow),
         pytest.param("a schedule", "step 2/2", marks=pytest.mark.slow),
         pytest.param("an attention kernel", "plain: ", marks=pytest.mark.slow),
         pytest.param("a backend", "sums over workers", marks=pytest.mark.slow),
-        pytest.param("a subcommand", "40 lines", marks=pytest.mark.slow),
     ],
 )
 def test_a_recipe_works(project, tmp_path, name, shows):

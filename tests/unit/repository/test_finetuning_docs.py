@@ -18,13 +18,14 @@ from tests.helpers import ROOT
 
 PAGES = sorted((ROOT / "docs").glob("finetuning*.md"))
 PAGE = "\n".join(path.read_text(encoding="utf-8") for path in PAGES)
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 YAML_FILES = sorted((ROOT / "examples").glob("*.yaml"))
 FLAGS = {field.name for field in fields(FinetuningArgs)}
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.M | re.S)
+    return re.findall(rf"^```{language}\n(.*?)^```", README + PAGE, flags=re.M | re.S)
 
 
 def calls(source: str) -> list[ast.Call]:
@@ -94,18 +95,6 @@ def test_tables_of_the_pages_are_those_of_the_code():
     assert float(whole[2]) == LEARNING_RATES["encoder"] == LEARNING_RATES["decoder"]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_holds_outputs_only_where_they_are_shown(path):
-    """Those of pretraining.ipynb: readers see the curve and the table without running it."""
-    nbformat = pytest.importorskip("nbformat")
-    outputs = [output for cell in nbformat.read(path, as_version=4).cells for output in cell.get("outputs", ())]
-    if path.stem != "pretraining":
-        assert not outputs
-        return
-    html = "".join(output["data"].get("text/html", "") for output in outputs if "data" in output)
-    assert "<svg" in html and "<th>valid</th>" in html and not re.search(r"/(work|home|root|tmp)/", str(outputs))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path, tmp_path):
@@ -117,9 +106,3 @@ def test_notebook_runs(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert not list(tmp_path.iterdir())  # what it writes goes to a temporary folder of its own
-
-
-def test_there_is_something_to_check():
-    assert len(PAGES) == 4
-    assert len(blocks("python")) >= 3
-    assert len(NOTEBOOKS) >= 2 and len(YAML_FILES) >= 4

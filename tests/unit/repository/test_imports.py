@@ -39,6 +39,7 @@ def test_help_is_instant_because_configurations_load_nothing_heavy():
     assert loaded >= {"lm_experiments_tools", "yaml"}
 
 
+@pytest.mark.slow  # `lint-imports` finds the imports of our own files
 def test_importing_the_loop_and_the_data_loads_no_backend_and_no_tensorflow():
     backends = {"horovod", "accelerate", "launch", "deepspeed_config"}
     files = [

@@ -18,10 +18,6 @@ def make_targets(command: str) -> set[str]:
     return set(targets)
 
 
-def test_there_is_a_workflow_for_each_kind_of_check():
-    assert {path.stem for path in WORKFLOWS} == {"lint", "test", "nightly", "docs", "wheel"}
-
-
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_a_workflow_runs_make_targets_and_nothing_else(path):
     workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -36,12 +32,6 @@ def test_containers_are_built_by_make():
     container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))
     for command in [*commands, container["postCreateCommand"]]:
         assert make_targets(command) <= TARGETS
-
-
-def test_the_repository_has_one_address():
-    files = {name: (ROOT / name).read_text() for name in ("README.md", "CITATION.cff", "setup.py", "mkdocs.yml")}
-    found = {name: set(re.findall(r"https://[\w./]+/lm_experiments_tools\b", text)) for name, text in files.items()}
-    assert len(set.union(*found.values())) == 1 and all(found.values())
 
 
 def test_links_of_pages_lead_somewhere():

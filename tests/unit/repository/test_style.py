@@ -75,9 +75,3 @@ def test_docstrings_open_with_a_verb_or_a_noun():
 )
 def test_each_rule_can_be_broken(source, rule):
     assert [found for _, found in violations(ast.parse(source))] == [rule]
-
-
-def test_there_is_something_to_check():
-    assert {"run_t5_pretraining.py", "tests/unit/repository/test_style.py"} <= {
-        path.relative_to(ROOT).as_posix() for path in python_files()
-    }

@@ -11,7 +11,7 @@ from lm_experiments_tools.config.bert import BertPretrainingArgs
 from lm_experiments_tools.config.cli import parse
 from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.loader import ValidLoader
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from megatron.bert_dataset import BertDataset
 from megatron.tokenizers import build_tokenizer
 from run_bert_pretraining import main
@@ -156,11 +156,6 @@ def test_the_ancestors_command_line_is_understood(caplog, data, work):
     )
     args, _ = parse(BertPretrainingArgs, argv.split())
     assert args.data_path == ("a", "b") and args.use_nsp is False and args.data_name == "wiki"
-    defaults = BertPretrainingArgs(data_path=("a",), tokenizer="t", model_cfg="m", lr=1.0)
-    chosen = ("input_seq_len", "mlm_prob", "short_seq_prob", "use_nsp", "optimizer", "weight_decay", "model_cls")
-    assert [getattr(defaults, name) for name in chosen] == [
-        128, 0.15, 0.1, True, "AdamW", 0.0, "transformers:BertForPreTraining",
-    ]  # fmt: skip
     caplog.set_level("INFO")
     start(data, data_skip_warmup=True, data_n_workers=4, data_name="wiki", iters=1)
     assert caplog.text.count("--data_skip_warmup, --data_n_workers: accepted, and without effect here") == 1
@@ -190,16 +185,6 @@ def test_the_ancestors_command_line_is_understood(caplog, data, work):
 )
 def test_bad_input_is_one_sentence(data, work, changed, sentence):
     refused(data, sentence, **changed)
-
-
-def test_data_without_sentences_is_refused_for_pairs_and_fine_without(data, work):
-    writer = IndexedDatasetWriter(work / "documents", np.uint16)
-    for start_id in range(10, 40):
-        writer.add_sequence(np.arange(start_id, start_id + 100))
-        writer.end_document()
-    writer.finalize()
-    refused(data, "no sentence pairs: .*--split-sentences", data_path="documents")
-    start(data, data_path="documents", use_nsp=0, iters=1)
 
 
 def test_fsdp_shards_tied_parameters_in_one_unit():

@@ -116,7 +116,3 @@ def test_a_failure_on_one_host_ends_the_others(tmp_path, program):
     start = time.monotonic()
     ended = subprocess.run(["bash", script, *COMMAND], check=False)
     assert ended.returncode == 3 and time.monotonic() - start < 20
-
-
-IN_POD = "volumes[].name:str volumes[].persistentVolumeClaim.claimName:str containers[].name:str"
-IN_POD += " containers[].volumeMounts[].name:str containers[].volumeMounts[].mountPath:str"

@@ -1,7 +1,6 @@
 """`--dry_run`: what a run would do, and nothing of it done."""
 
 import json
-import math
 import re
 
 import pytest
@@ -91,23 +90,6 @@ def test_each_phase_and_all_of_them_have_a_length(t5, capsys):
     assert re.search(r"phase 1: an update .*; 30 take .*\n  phase 2: an update .*; 10 take .*\n  all phases", output)
 
 
-def test_epochs_are_shown_as_updates(t5, capsys):
-    output = printed(run_t5_pretraining.main, capsys, **t5, epochs=0.5)
-    rows = int(re.search(r"an epoch +(\d+) examples", output)[1])
-    assert f"; --epochs 0.5 = {math.ceil(rows / 8)} steps" in output and "--iters" not in output
-
-
-def test_documents_that_are_held_out_are_not_of_the_epoch(t5, capsys):
-    whole, shown = (printed(run_t5_pretraining.main, capsys, **t5, valid_fraction=f) for f in (None, 0.2))
-    assert "validation" not in whole.split("memory and time")[0]
-    held_out = int(re.search(r"validation (\d+) of 40 documents", shown)[1])
-    rows = [int(re.search(r"an epoch +(\d+) examples", text)[1]) for text in (whole, shown)]
-    assert rows[1] / rows[0] == pytest.approx(1 - held_out / 40, abs=0.02)
-    refused(
-        lambda: run_t5_pretraining.main(words(**t5, valid_fraction=1e-9, dry_run=True)), "holds out none of the 40"
-    )
-
-
 def test_an_encoder_reads_the_first_documents_and_leaves_nothing(bert, tmp_path, monkeypatch, capsys):
     before = sorted(tmp_path.rglob("*"))
     output = printed(run_bert_pretraining.main, capsys, **bert, valid_fraction=0.2)
@@ -129,23 +111,6 @@ def test_an_encoder_reads_the_first_documents_and_leaves_nothing(bert, tmp_path,
 )
 def test_settings_that_the_run_refuses_are_refused(t5, changed, sentence):
     refused(lambda: run_t5_pretraining.main(words(**{**t5, **changed}, dry_run=True)), sentence)
-
-
-def test_an_encoder_of_too_few_positions_is_refused(bert):
-    flags = {**bert, "input_seq_len": 128}
-    refused(lambda: run_bert_pretraining.main(words(**flags, dry_run=True)), "--input_seq_len 128")
-
-
-def test_what_a_run_would_refuse_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    flags = tiny_t5_run(tmp_path)
-    refused(
-        lambda **changed: run_t5_pretraining.main(words(**{**flags, **changed}, dry_run=True)),
-        "there is neither a token prefix|does not exist|holds no text", data_path="absent.jsonl", vocab=None,
-        save_interval=None,
-    )  # fmt: skip
-    flags = {"data_path": "absent", "vocab_file": "absent.txt", "model_cfg": "bert-micro", "lr": 1}
-    refused(lambda: run_bert_pretraining.main(words(**flags, dry_run=True)), "absent")
 
 
 def test_a_command_that_trains_nothing_has_no_dry_run(capsys):

@@ -8,7 +8,6 @@ from safetensors.torch import load_file
 
 import run_bert_pretraining
 import run_t5_pretraining
-from lm_experiments_tools.errors import UserError
 from tests.helpers.bert_toys import TINY, make_bert_data
 from tests.helpers.runs import losses, words, write_text
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
@@ -112,21 +111,6 @@ def test_a_model_that_writes_trains_and_resumes_exactly_and_is_started_from(star
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     start["t5"](model_cls, config, model_path="next", init_checkpoint="parts/last", reset_iteration=True, **flags)
     assert_learned("next")
-
-
-def test_a_causal_encoder_trains_left_to_right_and_then_masked(start, data):
-    """Causal language modeling, then masked tokens with full attention from its weights (arXiv 2507.00994)."""
-    flags = {"vocab": next((data / "words").glob("*.model")), "input_seq_len": 32}
-    ours = {**OURS, "vocab_size": 512}
-    cls = "modeling_bert:BertForMaskedLM"
-    with pytest.raises(UserError, match="of kind encoder: set is_decoder to true in its configuration"):
-        start["t5"](cls, ours, model_path="sees", task="causal_lm", **flags)
-    start["t5"](cls, {**ours, "is_decoder": True}, model_path="causal", task="causal_lm", **flags)
-    assert_learned("causal")
-    start["t5"](
-        cls, ours, model_path="masked", task="mlm", init_checkpoint="causal/last", reset_iteration=True, **flags
-    )
-    assert_learned("masked")
 
 
 def test_the_loss_of_a_causal_encoder_is_that_of_transformers():

@@ -98,25 +98,6 @@ def test_validation_alone_leaves_a_run_as_it_is_and_free_to_go_on(folder, tmp_pa
     assert (run / "last").resolve().name == "step_000007"
 
 
-@pytest.mark.filterwarnings("ignore")  # scipy's, of a correlation with a constant
-def test_without_any_best_checkpoint_the_last_is_evaluated(folder, tmp_path, caplog):
-    """A correlation with labels that are all alike is not a number, at every validation."""
-    (folder / "scores.tsv").write_text("sentence\tlabel\n" + "".join(f"w{i} w{i + 1}\t{i / 5}\n" for i in range(12)))
-    (folder / "alike.tsv").write_text("sentence\tlabel\nw1 w2\t1.0\nw3 w4\t1.0\nw5\t1.0\n")
-    flags = {
-        "from_pretrained": folder / "encoder", "model_type": "encoder", "task": "regression", "iters": 2,
-        "data_path": folder / "scores.tsv", "valid_data_path": folder / "alike.tsv", "valid_interval": 1,
-        "metrics": ("pearson", "mse"),
-    }  # fmt: skip
-    chosen = {"save_best": True, "optimize_metric": "pearson", "test_data_path": folder / "scores.tsv"}
-    with caplog.at_level("INFO"):
-        metrics = start(folder, tmp_path / "run", **flags, **chosen)
-    assert "no validation gave a pearson" in caplog.text and not (tmp_path / "run" / "best").exists()
-    flags |= {"valid_data_path": folder / "scores.tsv"}
-    of_last = start(folder, tmp_path / "again", **{**flags, "from_pretrained": tmp_path / "run"}, validate_only=True)
-    assert metrics["test"] == pytest.approx(of_last["valid"], rel=1e-5)
-
-
 def test_epochs_are_passes_over_the_data(folder, tmp_path):
     start(folder, tmp_path / "run", iters=None, epochs=1.5, metrics="none")
     assert losses(tmp_path / "run")[-1][0] == 15  # 40 examples, 4 a step

@@ -56,17 +56,3 @@ def test_sets_share_no_file_and_no_source_names_an_answer(tmp_path):
         assert counts["train"] <= 160 and counts["test"] <= 20 and counts["valid"] <= 10
     most = max(sum(row["target"] == target for row in sets["test"]) for target in set(targets))
     assert f"right in {100 * most / len(sets['test']):.1f} % of test" in result.stdout
-
-
-def test_text_of_ones_own_gives_last_words(tmp_path):
-    (tmp_path / "mine").mkdir()
-    texts = [f"Die Zeile {n} hat ein Ende, das {n * 7} ist.\nUnd noch eine zweite Zeile: {n}" for n in range(200)]
-    lines = [json.dumps({"text": text}) + "\n" for text in texts]
-    (tmp_path / "mine" / "train.jsonl").write_text("".join(lines))
-    result = run(tmp_path / "mine", tmp_path / "task")
-    assert result.returncode == 0, result.stderr
-    sets = read(tmp_path / "task")
-    joined = {name: {f"{row['source']} {row['target']}" for row in rows} for name, rows in sets.items()}
-    assert set.union(*joined.values()) <= {line for text in texts for line in text.split("\n")}
-    numbers = [{line.split()[2] for line in some if line.startswith("Die")} for some in joined.values()]
-    assert all(numbers) and not numbers[0] & numbers[1] and not numbers[0] & numbers[2]

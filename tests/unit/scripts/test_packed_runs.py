@@ -45,9 +45,9 @@ def settings(folder, kind, task):
     "kind, task, changes",
     [
         ("encoder", "classification", {}),
-        ("encoder", "regression", {}),
+        pytest.param("encoder", "regression", {}, marks=pytest.mark.slow),
         ("encoder", "multi_label", {}),
-        ("encoder", "classification", {"peft": "lora"}),
+        pytest.param("encoder", "classification", {"peft": "lora"}, marks=pytest.mark.slow),
         ("encoder-decoder", "classification", {}),
     ],
 )

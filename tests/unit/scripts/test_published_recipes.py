@@ -1,6 +1,5 @@
 """The settings in examples/published: each builds the model that it is about, and makes a step at small sizes."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +7,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import yaml
-from transformers import MegatronBertConfig, MegatronBertForPreTraining
 
 import run_bert_pretraining
 import run_t5_pretraining
@@ -25,11 +22,6 @@ from lm_experiments_tools.names import resolve_name
 from lm_experiments_tools.optimizers import parameter_groups
 from lm_experiments_tools.training.schedules import LearningRate
 from tests.helpers import ROOT
-from tests.helpers.bert_toys import TINY as SMALL_BERT
-from tests.helpers.bert_toys import make_bert_data
-from tests.helpers.runs import TINY as SMALL_T5
-from tests.helpers.runs import records
-from tests.helpers.token_toys import make_texts, write_jsonl
 
 FOLDER = ROOT / "examples" / "published"
 # Parameters as published: T5 1.1's 248 million, BERT's and Megatron's 110 and 336 with the heads of pre-training.
@@ -69,11 +61,6 @@ def settings(path: Path):
     return parse(BertPretrainingArgs, ["--config", str(path)], inherit=inherited.of_bert)[0]
 
 
-@pytest.fixture(scope="module")
-def bert_data(tmp_path_factory):
-    return make_bert_data(tmp_path_factory.mktemp("bert"))
-
-
 def test_every_published_budget_is_there():
     assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == sorted([*BUDGETS, *PUBLISHED])
 
@@ -88,52 +75,6 @@ def test_recipe_is_what_was_published(path):
     check_decay(path.stem, args, model)
     if args.model_cfg in PARAMETERS:
         assert sum(p.numel() for p in model.parameters()) == PARAMETERS[args.model_cfg]
-
-
-def test_megatrons_layers_are_those_of_transformers_megatron_bert():
-    args = settings(FOLDER / "megatron_bert_336m.yaml")
-    source = model_source(args, LocalBackend())
-    with torch.device("meta"):
-        ours, theirs = source.cls(source.config), MegatronBertForPreTraining(MegatronBertConfig(vocab_size=30_522))
-    norms = [
-        [n for n, p in model.named_parameters() if p.ndim == 1 and n.endswith("weight")] for model in (ours, theirs)
-    ]
-    assert len(norms[0]) == len(norms[1]) == 24 * 2 + 2
-    assert not any("embeddings" in name for of in norms for name in of)
-    assert source.config.pre_layer_norm and sum(p.numel() for p in ours.parameters()) == PARAMETERS[args.model_cfg]
-
-
-def write_override(path: Path, folder: Path, bert_data: Path, run: str = "run", iters: int = 1) -> list[str]:
-    """The command line of a recipe without phases in small sizes, by a file that overrides it."""
-    sizes = dict(SMALL_BERT if "bert" in path.stem else SMALL_T5) | {"base": settings(path).model_cfg}
-    if sizes["base"].startswith("t5-base-only"):
-        sizes |= {"num_cdq_heads": 2}
-    (folder / "small.json").write_text(json.dumps(sizes))
-    changes = {
-        "base": str(path), "model_cfg": str(folder / "small.json"), "model_path": str(folder / run),
-        "working_dir": str(folder), "init_checkpoint": None, "input_seq_len": 64, "batch_size": 2,
-        "gradient_accumulation_steps": 1, "iters": iters, "log_interval": 1, "num_warmup_steps": 1,
-    }  # fmt: skip
-    if "bert" in path.stem:
-        changes |= {"data_path": str(bert_data / "train"), "vocab_file": str(bert_data / "vocab.txt")}
-    else:
-        changes |= {} if settings(path).lr_scheduler else {"num_warmup_steps": None}
-        text = write_jsonl(folder / "text.jsonl", make_texts(40))
-        changes |= {"data_path": text, "vocab": "bytes", "target_seq_len": 40}
-        changes |= {"valid_data_path": text} if settings(path).valid_data_path else {}
-    (folder / f"{run}.yaml").write_text(yaml.safe_dump(changes))
-    return ["--config", str(folder / f"{run}.yaml"), "--speed", "off", "--backend", "local"]
-
-
-TWINS = {"bert_base_512", *(f"nanot5_base_{hours}h" for hours in (8, 12, 16, 20, 24))}  # of another length only
-
-
-@pytest.mark.parametrize("path", [path for path in RECIPES if path.stem not in TWINS], ids=lambda path: path.stem)
-def test_recipe_makes_a_step_through_an_override_file(path, tmp_path, monkeypatch, bert_data):
-    monkeypatch.chdir(tmp_path)
-    script_of(path).main(write_override(path, tmp_path, bert_data))
-    (step,) = records(tmp_path / "run")
-    assert step["step"] == 1 and 0 < step["loss"] < 20
 
 
 class Part(NamedTuple):

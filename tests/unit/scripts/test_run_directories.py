@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import re
 import shlex
-import shutil
-import sys
 from types import SimpleNamespace
 
 import pytest
 import yaml
 
-import run_bert_pretraining
-import run_finetuning
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.main import main as lmtools
 from lm_experiments_tools.training import run_folder
 from run_t5_pretraining import main
-from tests.distributed.launch import forked
-from tests.helpers.finetuning_toys import pairs, write_json
-from tests.helpers.pretrained_toys import save_toy
 from tests.helpers.runs import T5_RUN, refused, words, write_toys
 from tests.helpers.thread_workers import Workers
-from tests.helpers.tokenizer_toys import byte_level_tokenizer
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
 DATED = "runs/t5-2026-11-28-181500"
@@ -65,77 +55,14 @@ def test_the_recorded_settings_continue_the_run(work, caplog):
     assert "resumed from" in caplog.text and not (work / f"{DATED}-2").exists()
 
 
-def test_a_run_ends_with_its_time_its_best_metric_and_what_to_do_next(work, caplog):
+def test_the_printed_commands_run(work, caplog, capsys):
     caplog.set_level("INFO")
-    start(valid_data_path="text.jsonl", valid_interval=1, valid_samples=8, save_best=True)
-    summary, _, last = [record.message for record in caplog.records][-3:]
-    value, step = re.fullmatch(
-        r"2 updates, \d+s since this start, best loss on validation (\S+) at step ([12])", summary
-    ).groups()
-    lines = map(json.loads, (work / DATED / "metrics.jsonl").read_text().splitlines())
-    losses = {line["step"]: line["loss"] for line in lines if line["split"] == "valid" and "loss" in line}
-    assert float(value) == pytest.approx(min(losses.values()), abs=5e-5) == pytest.approx(losses[int(step)], abs=5e-5)
-    assert last == f"run directory: {DATED}"
-    assert "best loss on validation so far" in caplog.text
-    caplog.clear()
-    start(model_path="none", valid_data_path="text.jsonl", valid_interval=1, valid_samples=8)
-    assert "so far" not in caplog.text and "lmtools generate" not in caplog.text
-
-
-def t5(work, **flags):
-    start(model_path="a run", **flags)
-
-
-def decoder(work):
-    t5(work, model_cfg="gpt2.json", model_cls="transformers:GPT2LMHeadModel", task="causal_lm", target_seq_len=None)
-
-
-def bert(work):
-    flags = {**T5_RUN, "model_cfg": "bert.json", "model_cls": "transformers:BertForMaskedLM", "packing": "none"}
-    flags |= {"tokenizer": byte_level_tokenizer(work / "tokenizer.json"), "model_path": "a run"}
-    run_bert_pretraining.main(words(**{**flags, "target_seq_len": None}))
-
-
-def finetuned(work):
-    save_toy("encoder-decoder", work / "pretrained")
-    write_json(work / "train.jsonl", pairs(8))
-    flags = {"from_pretrained": "pretrained", "data_path": "train.jsonl", "batch_size": 4, "iters": 1, "lr": 1e-3}
-    run_finetuning.main(words(**flags, model_path="a run"))
-
-
-@pytest.mark.parametrize("run", [t5, decoder, bert, finetuned])
-def test_the_printed_commands_run(work, caplog, capsys, monkeypatch, run):
-    caplog.set_level("INFO")
-    run(work)
+    start(model_path="a run")
     (line,) = [record.message for record in caplog.records if record.message.startswith("next: ")]
     commands = [shlex.split(command) for command in line.removeprefix("next: ").split("; ")]
     assert commands and all(command[:3] == ["lmtools", "generate", "a run"] for command in commands)
     for command in commands:
         assert lmtools(command[1:]) == 0
-
-
-def test_from_another_folder_the_printed_commands_name_the_whole_path(work, caplog, monkeypatch):
-    (work / "elsewhere").mkdir()
-    monkeypatch.chdir(work / "elsewhere")
-    caplog.set_level("INFO")
-    start(working_dir="..", model_path="mine")
-    assert f"next: lmtools generate {work / 'mine'} " in caplog.text
-
-
-def test_a_refused_restart_does_not_advise_the_same_command(work, caplog):
-    start(model_path="mine", lr_scheduler="linear")
-    caplog.set_level("INFO")
-    caplog.clear()
-    refused(start, "schedule has ended", model_path="mine", lr_scheduler="linear", iters=4)
-    assert caplog.records[-1].message == "run directory: mine"
-
-
-def test_a_restart_before_the_first_checkpoint_says_that_it_begins_again(work, caplog):
-    start(model_path="mine")
-    assert "begins again" not in caplog.text
-    shutil.rmtree(work / "mine" / "checkpoints")
-    start(model_path="mine")
-    assert "mine has no checkpoint yet: the run begins again at step 0" in caplog.text
 
 
 @pytest.mark.parametrize("none", ["none", "None"])
@@ -146,38 +73,9 @@ def test_none_saves_nothing_and_says_so(work, caplog, none):
     assert not (work / "runs").exists() and not (work / none).exists()
 
 
-def test_none_in_a_file_saves_nothing_and_printed_settings_say_auto(work, capsys):
-    (work / "run.yaml").write_text("model_path: none\n")
-    start(config="run.yaml")
-    assert not (work / "runs").exists()
-    with pytest.raises(SystemExit):
-        start(print_config=True)
-    assert yaml.safe_load(capsys.readouterr().out)["model_path"] == "auto"
-
-
 def test_a_refused_start_leaves_no_folder(work):
     refused(start, "holds no text|is not|does not exist", data_path="absent.jsonl", streaming=True)
     assert not (work / "runs").exists()
-
-
-def test_a_stopped_run_says_how_to_go_on(work):
-    """Ctrl-C at the first step, in a process of its own."""
-    program = (
-        "import os, signal, sys\n"
-        "from lm_experiments_tools.config.cli import run_main\n"
-        "from lm_experiments_tools.training.trainer import TrainingLoop\n"
-        "from run_t5_pretraining import main\n"
-        "step = TrainingLoop.train_step\n"
-        "TrainingLoop.train_step = lambda *args: (os.kill(os.getpid(), signal.SIGINT), step(*args))[1]\n"
-        "run_main(main)\n"
-    )
-    (work / "stopped.py").write_text(program)
-    ended = forked([sys.executable], work / "stopped.py", *words(**{**T5_RUN, "vocab": "vocab.model"}))
-    (folder,) = (work / "runs").iterdir()
-    assert ended.returncode == 130, ended.output[-2000:]
-    path = folder.relative_to(work)
-    last = ended.output.splitlines()[-1]
-    assert last == f"run directory: {path}; the same command with --model_path {path} continues it"
 
 
 def test_all_workers_share_the_folder_that_rank_0_makes(work):

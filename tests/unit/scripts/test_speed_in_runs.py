@@ -2,20 +2,17 @@
 objective."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from torch._dynamo.utils import counters
 
 import modeling_bert
 import modeling_t5
 import run_bert_pretraining
 import run_finetuning
 import run_t5_pretraining
-from lm_experiments_tools.models import speed
 from tests.helpers.bert_toys import make_bert_data
 from tests.helpers.finetuning_toys import pairs, write_json
 from tests.helpers.runs import T5_RUN, TINY, words, write_toys
@@ -71,26 +68,3 @@ def test_transformers_reads_a_bert_of_auto(work):
     inputs = {"input_ids": torch.randint(2, 100, (2, 9))}
     for name in ("prediction_logits", "seq_relationship_logits"):
         torch.testing.assert_close(theirs(**inputs)[name], ours(**inputs)[name])
-
-
-OBJECTIVES = {
-    "span_corruption": {"task": "span_corruption"},
-    "prefix_lm": {"task": "prefix_lm", "target_seq_len": 32},
-    "mlm": {
-        "task": "mlm", "target_seq_len": None, "model_cls": "modeling_bert:BertForMaskedLM", "model_cfg": "bert.json",
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("task", OBJECTIVES)
-def test_compiled_blocks_serve_every_objective(work, monkeypatch, task):
-    """Each kind of block, and the last norm, gets one graph, or two where lengths differ."""
-    torch.compiler.reset()
-    counters.clear()
-    made = []
-    options = {"backend": lambda graph, inputs: made.append(graph) or graph.forward}
-    monkeypatch.setattr(speed, "compile_blocks", partial(speed.compile_blocks, **options))
-    run_t5_pretraining.main(words(**{**T5, **OBJECTIVES[task], "compile": True, "iters": 5}))
-    kinds = 1 if task == "mlm" else 3
-    assert kinds <= len(made) <= 2 * kinds
-    assert not counters["graph_break"] and counters["frames"]["total"] == counters["frames"]["ok"]

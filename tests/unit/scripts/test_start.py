@@ -65,25 +65,6 @@ def test_embeddings_of_ids_that_stand_in_like_places_are_alike(model):
     torch.testing.assert_close(table.pow(2).mean(1), torch.ones(90))
 
 
-def test_the_factors_are_those_of_the_mutual_information(script):
-    """The table's products approximate the matrix of definition: E E' = U S U' of it, before rows are scaled."""
-    tokens, size = grammar(100).ravel(), 100
-    follows = np.zeros((size, size))
-    for distance in (1, 2, 3):
-        np.add.at(follows, (tokens[:-distance], tokens[distance:]), 1 / distance)
-    counts = np.hstack([follows, follows.T])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        chance = counts.sum(1, keepdims=True) * (counts.sum(0, keepdims=True) / counts.sum()) ** 0.75
-        information = np.nan_to_num(np.maximum(np.log(counts / chance), 0), posinf=0)
-    left, singular, _ = np.linalg.svd(information)
-    expected = left @ np.diag(singular) @ left.T
-    norms = np.sqrt(np.diag(expected))[10:]
-    torch.manual_seed(0)
-    table = script.neighbour_embeddings(torch.from_numpy(tokens), size, size).double().numpy()
-    found = (table @ table.T / size)[10:, 10:]
-    np.testing.assert_allclose(found, expected[10:, 10:] / np.outer(norms, norms), atol=1e-3)
-
-
 def test_attention_starts_at_the_neighbours_and_at_the_sentinels_own_place(folder, model):
     vocabulary = Tokenizer.load(str(folder / "vocab.model"))
     row, place, sentinel = grammar(1)[0].tolist(), 15, int(vocabulary.sentinel_ids[0])
@@ -96,12 +77,3 @@ def test_attention_starts_at_the_neighbours_and_at_the_sentinels_own_place(folde
         assert attention[0, 0].diagonal(-1).mean() > 0.5 and attention[0, 1].diagonal(1).mean() > 0.5
     for attention in outputs.cross_attentions:
         assert attention[0, :, 1, place].mean() > 0.5
-
-
-def test_held_out_text_changes_nothing(script, folder):
-    for suffix in (".bin", ".idx"):
-        (folder / f"valid{suffix}").write_bytes(b"not tokens")
-    make_start(script, folder, str(folder / "again"))
-    for name in ("config.json", "model.safetensors"):
-        assert (folder / "again" / name).read_bytes() == (folder / "start" / name).read_bytes()
-    assert not list(folder.glob("*.partial"))

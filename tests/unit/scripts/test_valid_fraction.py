@@ -5,11 +5,9 @@ import math
 
 import pytest
 
-import run_bert_pretraining
 import run_t5_pretraining
 from lm_experiments_tools.tools.main import main as lmtools
-from tests.helpers.runs import BERT, records, refused, tiny_run, words
-from tests.helpers.tokenizer_toys import byte_level_tokenizer
+from tests.helpers.runs import records, refused, tiny_run, words
 
 
 @pytest.fixture
@@ -38,15 +36,6 @@ def test_text_and_its_tokens_are_validated_alike_and_a_resumed_run_goes_on(work)
     assert lmtools(["tokenize", "--input", text, "--vocab", vocab, "--output", "tokens", "--workers", "1"]) == 0
     run_t5_pretraining.main(words(**t5(work, data_path="tokens", model_path="of_tokens")))
     assert [(line["step"], line["loss"]) for line in records("of_tokens", "valid")] == valid
-
-
-def test_an_encoder_is_validated_on_held_out_text(work):
-    flags = tiny_run(work, BERT, valid_fraction=0.2, valid_interval=1)
-    del flags["vocab"]
-    flags |= {"tokenizer": byte_level_tokenizer(work / "tokenizer.json"), "packing": "none", "iters": 1}
-    flags |= {"model_cls": "transformers:BertForMaskedLM", "model_path": "run", "save_interval": None}
-    run_bert_pretraining.main(words(**flags))
-    assert json.loads((work / "run" / "metrics.json").read_text())["valid"]["loss"] > 0
 
 
 @pytest.mark.parametrize(

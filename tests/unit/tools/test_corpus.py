@@ -196,6 +196,7 @@ def test_corpus_refuses_what_is_not_its_own_and_an_empty_installation(installati
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_real_installation_gives_real_prose_without_network_or_imports(tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "socket", lambda *_, **__: pytest.fail("the corpus uses the network"))
     purelib = sysconfig.get_path("stdlib")  # the standard library alone: the same on every machine, and quick

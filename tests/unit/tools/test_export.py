@@ -216,12 +216,13 @@ def test_an_adapter_is_merged(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("w1")["input_ids"]
 
 
+@pytest.mark.slow  # each starts Python
 @pytest.mark.parametrize(
     ("module", "source", "cls", "auto"),
     [
         ("loud", OWN, "Loud", AutoModelForCausalLM),
-        pytest.param("plain", PLAIN, "Plain", AutoModelForCausalLM, marks=pytest.mark.slow),
-        pytest.param("halved", HALVED, "HalvedT5", AutoModelForSeq2SeqLM, marks=pytest.mark.slow),
+        ("plain", PLAIN, "Plain", AutoModelForCausalLM),
+        ("halved", HALVED, "HalvedT5", AutoModelForSeq2SeqLM),
     ],
     ids=["transformers", "its configuration", "ours"],
 )

@@ -21,8 +21,6 @@ sys.exit(code)
     ("line", "sentence"),
     [
         ("--data_path text.jsonl --vocab me/tok", "--vocab me/tok: there is no such folder, and the Hugging Face Hub"),
-        ("--data_path my_txt --vocab bytes", "there is no file or folder my_txt, and the Hugging Face dataset"),
-        ("pretrain-bert --packing none --data_path text.jsonl --tokenizer me/tok", "--tokenizer me/tok: there is no"),
         ("finetune --tokenizer t5-smal --data_path text.jsonl", "--tokenizer t5-smal: there is no such folder"),
     ],
 )

@@ -97,6 +97,7 @@ def test_interrupt_is_130_without_a_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_tokenizing_keeps_the_finished_pieces(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"text": "some words of text to be cut into many pieces"}\n' * 600_000)
     (tmp_path / "v.txt").write_text("some words of text to be cut into many pieces\n" * 50)

@@ -1,5 +1,6 @@
 """The JSON schema of YAML files, and completion in bash."""
 
+import functools
 import json
 import subprocess
 
@@ -13,6 +14,7 @@ from tests.helpers import ROOT
 KINDS = {"finetune": "finetune", "pretrain_bert": "pretrain-bert", "pretrain": "pretrain-t5"}
 
 
+@functools.cache
 def validator(script):
     jsonschema = pytest.importorskip("jsonschema")
     jsonschema.Draft202012Validator.check_schema(found := schema(CLASSES[script]))

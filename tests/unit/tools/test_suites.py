@@ -38,7 +38,9 @@ def colours(tmp_path):
 
 
 @needs("lm_eval")
-@pytest.mark.parametrize(("kind", "backend"), [("decoder", "causal"), ("encoder-decoder", "seq2seq")])
+@pytest.mark.parametrize(
+    ("kind", "backend"), [("decoder", "causal"), pytest.param("encoder-decoder", "seq2seq", marks=pytest.mark.slow)]
+)
 def test_lm_eval_gives_what_it_gives_by_itself(run_of, colours, tmp_path, monkeypatch, kind, backend):
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -61,6 +63,7 @@ def test_lm_eval_gives_what_it_gives_by_itself(run_of, colours, tmp_path, monkey
         assert {name: record[name] for name in record["metrics"]} == expected
 
 
+@pytest.mark.slow
 @needs("lm_eval")
 def test_a_decoder_is_measured_without_the_end_that_its_tokenizer_appends(tmp_path, monkeypatch, capsys):
     """With </s> between question and choice all choices would tie, and the first would win."""
@@ -94,6 +97,7 @@ def pairs(tmp_path):
     return write_pairs(tmp_path)
 
 
+@pytest.mark.slow
 @needs("mteb")
 def test_mteb_gives_what_it_gives_by_itself(run_of, pairs, tmp_path, monkeypatch):
     import mteb
@@ -111,6 +115,7 @@ def test_mteb_gives_what_it_gives_by_itself(run_of, pairs, tmp_path, monkeypatch
         assert record["LocalSTS/cosine_spearman"] == pytest.approx(direct.task_results[0].get_score(), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_value_that_is_there_is_not_measured_again(run_of, tmp_path, monkeypatch, capsys):
     asked = []
 

@@ -5,16 +5,32 @@ import json
 import pytest
 import torch
 from torch.nn.functional import kl_div
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 import run_bert_pretraining
 import run_t5_pretraining
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training.distillation import divergence_from, predictor
 from tests.helpers.bert_toys import make_bert_data
-from tests.helpers.decoder_toys import toy_decoder, toy_ids
 from tests.helpers.runs import GPT2, TINY, records, words
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
+
+
+def toy_decoder(kind: str) -> torch.nn.Module:
+    """Two layers, of Gemma one with a window of 4."""
+    layers = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]} if kind == "gemma2" else {}
+    config = AutoConfig.for_model(
+        kind, vocab_size=640, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=4, pad_token_id=0, eos_token_id=1, bos_token_id=2, initializer_range=0.2,
+        **layers,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).double().eval()
+
+
+def toy_ids(length: int, seed: int = 0) -> torch.Tensor:
+    """Ids [2, length] without special tokens."""
+    return torch.randint(3, 640, (2, length), generator=torch.Generator().manual_seed(seed))
 
 
 def test_the_divergence_is_the_mean_of_torchs_over_labels() -> None:

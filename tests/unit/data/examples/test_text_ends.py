@@ -34,7 +34,7 @@ def test_nothing_stands_between_a_decoders_source_and_target(bert_tokenizer):
         ]
 
 
-@pytest.mark.parametrize("kind", ["decoder", "encoder-decoder"])
+@pytest.mark.parametrize("kind", ["decoder", pytest.param("encoder-decoder", marks=pytest.mark.slow)])
 def test_generation_ends_where_targets_do(kind, bert_tokenizer, tmp_path):
     torch.manual_seed(0)
     if kind == "decoder":

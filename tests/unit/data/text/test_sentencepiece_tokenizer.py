@@ -284,8 +284,7 @@ def test_segmentations_of_equal_score_are_the_same_in_the_saved_tokenizer_and_wi
     assert without_end(tokenizer)(texts).input_ids == expected
 
 
-@pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("files", ["all", "no tokenizer.json"])
+@pytest.mark.parametrize(("special", "files"), [(False, "all"), (True, "no tokenizer.json")])
 @needs_t5_32k
 def test_code_in_a_t5_folder_has_the_ids_of_autotokenizer(tmp_path, special, files):
     """A special token is recognized in text only by its own id, as with transformers' split_special_tokens."""
