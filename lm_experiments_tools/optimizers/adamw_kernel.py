@@ -96,11 +96,12 @@ def adamw_scale_(
     decays = betas[0], 1 - betas[0], betas[1], 1 - betas[1]  # 1 - 0.999 has three digits less in fp32
     corrections = 1 - betas[0] ** step, (1 - betas[1] ** step) ** 0.5
     constants: dict[str, Any] = {"HAS_SKIP": found_inf is not None, "HAS_FACTOR": grad_factor is not None}
+    constants |= {"BLOCK": _BLOCK, "num_warps": 8}
     # A pointer that the kernel does not read is replaced by one that exists.
     pointers_read = [factors if x is None else x for x in (found_inf, grad_factor)]
     with torch.cuda.device_of(tensors[0][0]):
         _kernel[(len(owners),)](
             addresses, sizes, owners, starts, factors, *pointers_read, lr, least, *decays, eps, *corrections,
-            1 - lr * weight_decay, len(tensors), **constants, BLOCK=_BLOCK, num_warps=8,
+            1 - lr * weight_decay, len(tensors), **constants,
         )  # fmt: skip
     torch.autograd.graph.increment_version(tuple(x for one in tensors for x in (one[0], *one[2:])))
