@@ -70,20 +70,34 @@ class Plan:
 
     def tiles_of(self, kernel: str) -> tuple[Cut, TileLists]:
         """Tiles that a kernel computes, and their lists by row; cached with the block-sparse layout."""
-        tile = _tile_for(self.inputs, kernel, self.device)
+        tile = self.tile(kernel)
 
         def make() -> tuple[Cut, TileLists]:
             parts = cut(self.inputs, tile, self.near)
             return parts, lists_of(parts, kernel == "key_gradient", self.device)
 
-        key = self.inputs.scores_shape[2:], self.inputs.spec.causal, self.near, self.device
-        return cached(self.inputs.spec.layout, ("triton", kernel, tile, *key), make)
+        return cached(self.layout(), ("triton", kernel, tile, *self._key), make)
+
+    def diagonals(self) -> Diagonals:
+        """Constants for the gradient of a T5 bias, cached with the block-sparse layout."""
+        (parts, lists), dtype = self.tiles_of("query_gradient"), self.shapes.q.dtype
+        return cached(
+            self.layout(),
+            ("diagonals", parts.tile, self.saturation, dtype, *self._key),
+            lambda: diagonals_of(parts, self.saturation, lists.ranges, dtype, self.device),
+        )
 
     @cached_property
-    def diagonals(self) -> Diagonals:
-        """Constants for the gradient of a T5 bias."""
-        parts, lists = self.tiles_of("query_gradient")
-        return diagonals_of(parts, self.saturation, lists.ranges, self.inputs.q.dtype, self.device)
+    def _key(self) -> tuple:
+        return self.inputs.scores_shape[2:], self.inputs.spec.causal, self.near, self.device
+
+    @cached_property
+    def _sizes(self) -> tuple:
+        return *_sizes(self.inputs), card_of(self.device)
+
+    def tile(self, kernel: str) -> Tile:
+        """The tile that `tiles.py` has for a kernel at this moment."""
+        return tile_of(kernel, *self._sizes)
 
     def arguments(self, kernel: str, strides: tuple[tuple[int, ...], ...]) -> tuple[int, dict[str, object]]:
         """Number of programs of a kernel, and its arguments that do not differ between calls.
@@ -162,9 +176,10 @@ class Call(NamedTuple):
         """
         q, output = tensors["q"], tensors["o"] if "o" in tensors else tensors["do"]
         strides = tuple(x.stride()[:3] for x in (q, tensors["k"], tensors["v"], output))
-        found = self.plan.launches.get((kernel, strides))
+        key = kernel, self.plan.tile(kernel), strides
+        found = self.plan.launches.get(key)
         if found is None:
-            found = self.plan.launches[kernel, strides] = self.plan.arguments(kernel, strides)
+            found = self.plan.launches[key] = self.plan.arguments(kernel, strides)
         num_programs, arguments = found
         given = {**tensors, "key_mask": self.key_mask, "seed": self.seed}
         given["query_segments"], given["key_segments"] = self.segments
@@ -176,10 +191,6 @@ class Call(NamedTuple):
 def _is_ieee(x: Tensor) -> bool:
     """True if products must have the precision of float32."""
     return x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-
-
-def _tile_for(inputs: AttentionInputs, kernel: str, device: torch.device | None = None) -> Tile:
-    return tile_of(kernel, *_sizes(inputs), card_of(device or inputs.q.device))
 
 
 def _sizes(inputs: AttentionInputs) -> tuple[int, int | None, int]:
@@ -278,7 +289,7 @@ def _sums_of_bias(plan: Plan, lse: Tensor) -> tuple[dict[str, Tensor], dict[str,
     far_sums = lse.new_empty(*lse.shape[:2], num_tiles, 16)  # left and right of near tiles: columns 0 and 1
     if plan.bias == _ALIBI:
         return {"far_sums": far_sums}, {}
-    lists = plan.diagonals
+    lists = plan.diagonals()
     near_sums = lse.new_empty(*lse.shape[:2], num_tiles, lists.num_windows, SUM_ROWS, 16)
     tensors = {"far_sums": far_sums, "near_sums": near_sums, "sides": lists.sides}
     tensors |= {"places": lists.places, "windows": lists.windows}
@@ -294,7 +305,7 @@ def _bias_gradient(plan: Plan, sums: Mapping[str, Tensor]) -> Tensor:
     if plan.bias == _ALIBI:
         return far_sums.sum(1)
     near_sums = sums["near_sums"].sum((0, 2)).flatten(1)
-    by_distance = torch.cat([near_sums, far_sums], dim=1)[:, plan.diagonals.sums].sum(1)
+    by_distance = torch.cat([near_sums, far_sums], dim=1)[:, plan.diagonals().sums].sum(1)
     beyond = by_distance.shape[1] // 2 - plan.saturation
     d_table = by_distance[:, beyond:-beyond].contiguous()
     d_table[:, 0] += by_distance[:, :beyond].sum(1)
