@@ -129,7 +129,9 @@ def test_the_stop_button_of_a_notebook_ends_training_alone(folder, sets, monkeyp
     assert tuner.evaluate()["loss"] < before
     monkeypatch.setattr(TrainingLoop, "log_train", log_train)
     assert {*tuner.train(iters=2)} == {"train", "valid", "test"}
-    monkeypatch.setattr(TrainingLoop, "train_step", lambda loop, *args: signal.raise_signal(signal.SIGINT))
+    train_step = TrainingLoop.train_step
+    stopped = lambda loop, *args: (signal.raise_signal(signal.SIGINT), train_step(loop, *args))[1]  # noqa: E731
+    monkeypatch.setattr(TrainingLoop, "train_step", stopped)
     with pytest.raises(RunError, match="stopped before its first update"):
         tuner.train(iters=9)
 

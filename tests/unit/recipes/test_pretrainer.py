@@ -201,13 +201,14 @@ def test_the_words_auto_and_none_for_a_folder_mean_what_the_flag_means(work, cap
 def test_the_stop_button_of_a_notebook_ends_training_alone(work, monkeypatch, caplog):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)  # as at Python's prompt and in IPython
     monkeypatch.setattr(TrainingLoop, "log_train", lambda loop: signal.raise_signal(signal.SIGINT))
-    run = t5(work, iters=9, lr=1e-3, log_interval=2, model_path="run", valid_samples=8)
+    settings = {"iters": 9, "lr": 1e-3, "log_interval": 2, "model_path": "run", "valid_samples": 8}
+    run = t5(work, **settings)
     assert run.train() == {}
     assert "SIGINT: saving a checkpoint and stopping" in caplog.text and "stopped after update 2" in caplog.text
     loss = run.evaluate()["loss"]
     monkeypatch.undo()
     monkeypatch.chdir(work)
-    assert loss == pytest.approx(t5(work, lr=1e-3, model_path="run", valid_samples=8).evaluate()["loss"], rel=1e-6)
+    assert loss == pytest.approx(t5(work, **settings).evaluate()["loss"], rel=1e-6)
     assert run.train(iters=3)["valid"]["loss"] != loss and len(losses("run")) == 1
 
 
