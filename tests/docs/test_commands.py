@@ -138,8 +138,7 @@ def write_text(folder: Path) -> None:
         (folder / "glue" / "RTE" / f"{name}.tsv").write_text("sentence1\tsentence2\tlabel\n" + lines)
     (folder / "my_tasks").mkdir()
     write_colours(folder / "my_tasks")
-    scored = [f"{row['sentence1']}\t{row['sentence2']}\t{row['score']}\n" for row in write_pairs(folder)]
-    (folder / "sts_b.tsv").write_text("sentence1\tsentence2\tscore\n" + "".join(scored))
+    write_pairs(folder)
     (folder / "my_mteb.py").write_text(MTEB_TASK)
     (folder / "prompts.txt").write_text("w1 w2\nw3 w4\n")
     for name in ("my_text.txt", "held_out.txt"):
