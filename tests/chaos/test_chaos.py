@@ -20,10 +20,6 @@ def endured(kills, *options, timeout):
     return ended.output
 
 
-def test_three_kills_make_no_difference():
-    assert "0 faults" in endured(3, "--seed", "15", "--workers", "1,2", "--reproducible", "elastic", timeout=500)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(

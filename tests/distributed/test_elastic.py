@@ -28,7 +28,6 @@ def uninterrupted(tmp_path_factory):
     return digest(tmp_path_factory.mktemp("elastic") / "whole", STEPS, "alone")
 
 
-@pytest.mark.slow  # tests/chaos kills an elastic run every day
 def test_other_workers_and_backends_continue_a_run_to_the_same_bits(uninterrupted, tmp_path):
     digest(tmp_path, 5, "horovod", 2)
     assert digest(tmp_path, STEPS, "alone") == uninterrupted

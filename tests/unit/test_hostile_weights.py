@@ -153,8 +153,9 @@ def test_the_modules_of_an_encoder_of_sentence_transformers_run_no_code(bad, kin
     pytest.importorskip("sentence_transformers")
     save_toy("encoder", bad)
     (bad / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": "", "type": kind}]))
-    with pytest.raises(UserError, match="Importing it executes third-party code"):
+    with watching() as ran, pytest.raises(UserError, match="Importing it executes third-party code"):
         suites._encoder("bad", None)
+    assert not [event for event in ran if "evil" in event]
 
 
 def test_the_library_runs_no_code_of_a_folder(bad):

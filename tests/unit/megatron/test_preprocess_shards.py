@@ -17,6 +17,7 @@ from tests.helpers.preprocessing import command, outputs, run, start, write_line
 from tests.helpers.token_toys import read_documents
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_leaves_its_finished_shards_and_nothing_else(folder):
     record = json.dumps({"text": "A sentence.\n" * 2000}) + "\n"
     (folder / "in" / "data.jsonl").write_text(record * 600)

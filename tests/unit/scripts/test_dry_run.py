@@ -68,7 +68,9 @@ def bert(tmp_path, monkeypatch):
     return {**flags, "packing": "none", "model_cls": "transformers:BertForMaskedLM"}
 
 
-@pytest.mark.parametrize("names", [("RANK", "WORLD_SIZE"), ("HOROVOD_RANK", "HOROVOD_SIZE")])
+@pytest.mark.parametrize(
+    "names", [("RANK", "WORLD_SIZE"), pytest.param(("HOROVOD_RANK", "HOROVOD_SIZE"), marks=pytest.mark.slow)]
+)
 def test_under_a_launcher_rank_0_shows_the_run_of_all_workers(t5, tmp_path, monkeypatch, capsys, names):
     for name, value in zip(names, "02", strict=True):
         monkeypatch.setenv(name, value)
