@@ -186,10 +186,11 @@ class _Reader:
         rejected = RejectedRecords(args.max_bad_lines, of_rows=True, quiet=True)
         sources = (file_of_split(path, "train") for path in args.data_path)
         found = set().union(*(found_labels(path, self._label_fields(), rejected) for path in sources))
-        if not found and rejected.lines:
-            raise UserError(f"no example in {', '.join(args.data_path)} has a label: check --label_field.")
         if not found:
-            raise UserError(f"there is no example in {', '.join(args.data_path)}: {_NO_ROWS}.")
+            raise UserError(
+                f"no example in {', '.join(args.data_path)} has a label: check --label_field, and that a table has "
+                "rows below its header."
+            )
         if args.task == "multi_label" and found <= {"0", "1"}:
             raise UserError("the only labels are 0 and 1: give the names of the labels by --label_names.")
         return saved if set(saved) == found else in_order(found)
