@@ -16,6 +16,7 @@ import tempfile
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _BRACKETED = re.compile(r"\[.*\]|<.*>")
+_PLAIN_PARTS = re.compile(r"[!-/:-@\[-`{-~]|[A-Za-z0-9]+")
 _BERT_PIECES = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")  # for missing ones transformers adds ids at the end
 _ROLES = {  # of special tokens, and their names
     "pad": ("<pad>", "[PAD]", "<|padding|>"),
@@ -83,6 +85,11 @@ class HFTokenizer(Tokenizer):
         self._set_ids(roles, sentinel_ids, (token["id"] for token in settings["added_tokens"] if token["special"]))
         hidden = _unforgeable(settings, {*self.special_ids.tolist()} - {self.unk_id})
         self._encoder = self._backend if hidden is None else _backend(json.dumps(hidden))
+        parts = [(settings[part] or {}).get("type") for part in ("normalizer", "pre_tokenizer", "model")]
+        is_bert = parts == ["BertNormalizer", "BertPreTokenizer", "WordPiece"]
+        # Other added tokens may extend over several words.
+        by_word = is_bert and all(token["special"] for token in settings["added_tokens"])
+        self._words = _WordTable(self._encoder, self.lowercase) if by_word else None
 
     @classmethod
     def of(cls, pretrained: PreTrainedTokenizerBase, path: Path) -> HFTokenizer:
@@ -124,8 +131,13 @@ class HFTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text. Uses several threads unless TOKENIZERS_PARALLELISM is "false"."""
-        encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        if self._words is None:
+            return _encode(self._encoder, texts)
+        ids, lengths = self.encode_arrays(texts)
+        return [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])] if len(texts) else []
+
+    def encode_arrays(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        return super().encode_arrays(texts) if self._words is None else self._words.encode(texts)
 
     def _decode(self, ids: list[int]) -> str:
         return self._backend.decode(ids, skip_special_tokens=False)
@@ -164,12 +176,72 @@ class HFTokenizer(Tokenizer):
             raise UserError(f"vocabulary {self.path}: its copy saved to {directory} gives other ids")
 
 
+class _WordTable:
+    """Cache of the ids of words, which makes encoding with BERT's rules ten times faster."""
+
+    MAX_WORDS = 500_000
+    MAX_CHARACTERS = 20_000_000
+
+    def __init__(self, backend: tokenizers.Tokenizer, lowercase: bool):
+        self._backend, self._model, self._lowercase = backend, backend.model, lowercase
+        self._reset()
+
+    def _reset(self) -> None:
+        self._number: dict[str, int] = {}
+        self._table = np.empty(0, np.int32)
+        self._starts = np.zeros(1, np.int64)
+        self._num_characters = 0
+
+    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int32[total], lengths int64[len(texts)])."""
+        words: list[str] = []
+        num_words = np.empty(len(texts), np.int64)
+        for index, text in enumerate(texts):
+            # Not split(): it takes more characters for spaces than BERT, which deletes \x1c and the like.
+            found = text.replace("\n", " ").replace("\t", " ").replace("\r", " ").split(" ")
+            num_words[index] = len(found)
+            words += found
+        self._add(set(words).difference(self._number))
+        numbers = np.fromiter(map(self._number.__getitem__, words), np.int64, len(words))
+        starts = self._starts[numbers]
+        word_ends = np.cumsum(self._starts[numbers + 1] - starts)
+        word_starts = np.concatenate([[0], word_ends[:-1]]) if len(words) else word_ends
+        positions = np.repeat(starts - word_starts, word_ends - word_starts)
+        positions += np.arange(len(positions))
+        ids = self._table[positions]
+        text_ends = np.concatenate([[0], word_ends])[np.cumsum(num_words)]
+        if len(self._number) > self.MAX_WORDS or self._num_characters > self.MAX_CHARACTERS:
+            self._reset()
+        return ids, np.diff(text_ends, prepend=0)
+
+    def _add(self, words: set[str]) -> None:
+        plain = [word for word in words if word.isascii() and word.isprintable()]
+        others = list(words.difference(plain))
+        rows = [*map(self._encode_plain, plain), *_encode(self._backend, others)]
+        lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+        first = len(self._number)
+        self._number.update(zip([*plain, *others], range(first, first + len(rows)), strict=True))
+        ids = np.fromiter(chain.from_iterable(rows), np.int32, int(lengths.sum()))
+        self._table = np.concatenate([self._table, ids])
+        self._starts = np.concatenate([self._starts, self._starts[-1] + np.cumsum(lengths)])
+        self._num_characters += sum(map(len, words))
+
+    def _encode_plain(self, word: str) -> list[int]:
+        """Ids of a word in printable ASCII, whose normalization and splitting are simple, in a third of the time."""
+        word = word.lower() if self._lowercase else word
+        return [token.id for part in _PLAIN_PARTS.findall(word) for token in self._model.tokenize(part)]
+
+
 def _backend(content: str) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer.from_str(content)
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True  # as ordinary text
     return backend
+
+
+def _encode(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
 
 def _word_mark(settings: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+from lm_experiments_tools.data.text import hf_tokenizer
 from lm_experiments_tools.data.text.train_vocabulary import train_wordpiece
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.main import main as lmtools
@@ -82,6 +83,14 @@ def test_real_text_with_googles_vocabulary_equals_transformers():
     )
     loaded = build_tokenizer("HFTokenizer", name_or_path=BERT)
     assert loaded.fingerprint == tokenizer.fingerprint  # the same tokenizer by another way
+
+
+def test_the_ids_are_the_same_when_the_table_of_words_is_full(uncased, monkeypatch):
+    texts = odd_texts(300, seed=1)
+    expected = uncased.encode_batch(texts)
+    for limit in ("MAX_WORDS", "MAX_CHARACTERS"):
+        monkeypatch.setattr(hf_tokenizer._WordTable, limit, 20)
+        assert [uncased.encode(text) for text in texts] == expected
 
 
 def test_special_ids_word_starts_and_decoding(uncased):
