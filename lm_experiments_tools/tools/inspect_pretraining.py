@@ -50,7 +50,7 @@ def t5_sections(args: Any) -> Iterator[Section]:
             source = _t5_source(path, data, args, Path(folder) / str(number))
             sources.append(source)
             yield source.title(), token_facts(source), []
-        if valid is not None and not args.through_seqio():
+        if valid is not None and not args.is_registered_task():
             source = _t5_source(valid, data, args, Path(folder) / "valid")
             yield f"validation: {source.title()}", [], []
         yield _t5_training(args, sources, data, folder)

@@ -312,7 +312,7 @@ def test_a_folder_is_uploaded_to_a_private_repository(run, tmp_path):
         hub.shutdown()
     assert done.returncode == 0 and f"uploaded to {address}/me/t5" in done.stdout, done.stderr
     asked = json.loads(FakeHub.seen["/api/repos/create"])
-    assert (asked["name"], asked["organization"], asked["private"]) == ("t5", "me", True)
+    assert (asked["name"], asked["organization"], asked["visibility"]) == ("t5", "me", "private")
     lines = map(json.loads, FakeHub.seen["/api/models/me/t5/commit/main"].splitlines())
     sent = {
         line["value"]["path"]: base64.b64decode(line["value"]["content"]) for line in lines if line["key"] == "file"
