@@ -1,8 +1,4 @@
-"""Training data as datasets of numbered samples: their order, mixtures and loaders.
-
-This package depends on `config` and the top-level files of lm_experiments_tools. Its public names are listed in
-`__init__.pyi` and are imported on first use.
-"""
+"""Training data as datasets of numbered samples: their order, mixtures and loaders."""
 
 from lm_experiments_tools.names import lazy_names
 

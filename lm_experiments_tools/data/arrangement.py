@@ -56,11 +56,9 @@ class Buckets:
     """An order in which samples of similar length are adjacent: windows sorted by length, in shuffled buckets.
 
     Args:
-        lengths: function that returns the lengths of samples, such as `Dataset.lengths`.
         bucket_rows: samples per bucket. Best is the number of samples of a step, or of a micro-batch over all workers.
         target_step: samples are sorted by target length, rounded down to a multiple of this, and then by input length.
             Use more than 1 if target lengths say little about input lengths; otherwise inputs are hardly sorted.
-        least_window: minimum number of samples per window.
     """
 
     def __init__(
@@ -113,9 +111,7 @@ class Buckets:
 class MixedSteps(Buckets):
     """An order in which each training step has samples of all lengths, sorted by length.
 
-    Steps then take similar time, and similar lengths share a micro-batch. A window of consecutive samples is sorted by
-    length and cut into eight parts; each step takes one random bucket from every part. The number of micro-batches per
-    step does not change the samples of a step.
+    The number of micro-batches per step does not change the samples of a step.
     """
 
     def __init__(self, lengths: Lengths, num_samples: int, step_rows: int, seed: int) -> None:

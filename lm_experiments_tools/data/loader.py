@@ -159,7 +159,6 @@ class ValidLoader:
             following.exception()  # wait: batches are never made concurrently
 
     def _make(self, number: int) -> dict[str, np.ndarray]:
-        """This worker's rows of batch `number`."""
         rows = number * self.rows_per_batch + np.arange(self.rows_per_batch, dtype=np.int64)
         samples = rows * self.world_size + self.rank
         real = samples[samples < self.num_samples]

@@ -36,7 +36,6 @@ def blending_order(weights: np.ndarray, size: int, quotas: np.ndarray | None = N
 
     Args:
         weights: float64[number of datasets], summing to 1.
-        size: number of samples.
         quotas: int64[number of datasets], maximum number of samples per dataset, with a sum of at least `size`; None
             for no limit.
 
@@ -161,7 +160,6 @@ class Mixture:
         self.taken, self._num_samples = self._counts[-1], size
 
     def _limits(self) -> dict[str, float]:
-        """Maximum and temperature, where there are any."""
         given = {"maximum": self.maximum, "temperature": None if self.temperature == 1.0 else self.temperature}
         return {name: value for name, value in given.items() if value is not None}
 

@@ -27,10 +27,7 @@ _FEISTEL_MIN_SIDE = 8
 
 @lru_cache(maxsize=64)
 def stream_key(seed: int, purpose: str) -> int:
-    """Derive a 64-bit key for a random number generator from a seed and the purpose of the numbers.
-
-    Different purposes ("order", "noise", ...) get independent random numbers.
-    """
+    """Derive a 64-bit key for a random number generator from a seed and the purpose of the numbers."""
     return int.from_bytes(blake2b(f"{int(seed)}/{purpose}".encode(), digest_size=8).digest(), "little")
 
 
@@ -61,10 +58,7 @@ def draw_integers(key: int, epochs: np.ndarray, samples: np.ndarray, num_integer
     An integer depends only on the key, the epoch, the sample and its index among the sample's integers.
 
     Args:
-        key: key of the generator, from `stream_key`.
         epochs: int64[n], the epoch of each sample, below 2**32.
-        samples: int64[n], numbers of the samples.
-        num_integers: number of integers per sample.
 
     Returns:
         uint64[num_integers, n], uniform on [0, 2**32).
@@ -103,10 +97,7 @@ def row_generators(key: int, epochs: np.ndarray, rows: np.ndarray) -> Iterator[G
 
 @lru_cache(maxsize=4096)
 def epoch_shift(seed: int, epoch: int, bound: int) -> int:
-    """Draw the index of the token at which an epoch starts, uniform on [0, bound).
-
-    Each epoch starts at another token, so that the text is cut into other rows.
-    """
+    """Draw the index of the token at which an epoch starts, uniform on [0, bound)."""
     low, high = draw_integers(stream_key(seed, "shift"), np.array([epoch]), np.array([0]), 2)[:, 0].tolist()
     return (high << 32 | low) % bound
 

@@ -70,9 +70,6 @@ def pack_counts(counts: np.ndarray, capacity: int) -> Patterns:
 
     Args:
         counts: int64[capacity + 1], number of items of each length.
-
-    Returns:
-        The combinations of lengths that share a row, and the number of rows of each.
     """
     open_rows: list[list[tuple[tuple[int, ...], int]]] = [[] for _ in range(capacity + 1)]  # by free tokens
     for length in range(capacity, 0, -1):

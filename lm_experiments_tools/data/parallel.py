@@ -49,7 +49,6 @@ class ParallelDataset(Dataset):
             raise RunError(f"a process that makes examples (--data_n_workers) {how}") from None
 
     def close(self) -> None:
-        """End the worker processes."""
         self._pool.close(kill=True)
 
 

@@ -52,7 +52,6 @@ class WorkerEnded(Exception):
 
     Attributes:
         returncode: exit code of the process; None if it still runs but has closed its connection.
-        request: the request that was not answered.
     """
 
     def __init__(self, returncode: int | None, request: Any = None):
@@ -139,7 +138,6 @@ class Worker:
             raise self._end
 
     def kill(self) -> None:
-        """Kill the worker process immediately."""
         self.process.kill()
 
     def close(self) -> None:
@@ -175,10 +173,7 @@ class WorkerPool:
         self._death: Exception | None = None  # of the first worker, raised by all later requests
 
     def submit(self, request: Any) -> "Future[Any]":
-        """Send a request to the next idle worker and return a future of the answer.
-
-        The future raises the same errors as `Worker.ask`.
-        """
+        """Send a request to the next idle worker and return a future of the answer."""
         return self._threads.submit(self._ask, request)
 
     def _ask(self, request: Any) -> Any:
@@ -212,9 +207,6 @@ class Caller:
 
     Iteration yields the parent's messages until the parent has ended. The worker process then exits within some
     seconds.
-
-    Attributes:
-        settings: the object that the parent passed to `Worker`.
     """
 
     def __init__(self, descriptor: int, parent: int):
@@ -254,9 +246,6 @@ class Caller:
         """Answer all requests of the parent process until it ends.
 
         An answer is `prepare(settings)(request)`. A UserError or OSError is sent to the parent and ends the loop.
-
-        Args:
-            prepare: function that gets the settings once, and returns the function that answers requests.
         """
         try:
             answer = prepare(self.settings)

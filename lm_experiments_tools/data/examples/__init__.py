@@ -1,4 +1,1 @@
-"""Fine-tuning examples: reading rows of files, building prompts, tokenizing and packing.
-
-This package depends on `data`, `data.text` and `data.objectives`.
-"""
+"""Fine-tuning examples: reading rows of files, building prompts, tokenizing and packing."""

@@ -65,7 +65,6 @@ def encode_examples(
     """Tokenize the sources and targets of fine-tuning examples, and collect their labels.
 
     Args:
-        all_targets: True to encode all targets of an example, False for the first only.
         num_labels: number of labels if an example may have several at the same time; 0 for one label per example.
     """
     sources, targets, types = RaggedBuilder(), RaggedBuilder(), RaggedBuilder(np.uint8)

@@ -64,7 +64,6 @@ class Example:
     """One fine-tuning example: a source text with its targets (texts to generate) or its label.
 
     Attributes:
-        source: input text, which begins with the prefix of the task.
         targets: reference texts; training uses the first.
         pair: second sentence, for an encoder; None if the example is a single sentence.
         label: number of the label, numbers of several labels, or the value to predict; None in test data.
@@ -91,7 +90,6 @@ class TextFields:
 
     Attributes:
         source, target, id: field names; None for the usual names, such as "source", "target" and "id".
-        prefix: text that is put before every source.
         columns: names of the columns of tables without a header, see `rows`.
     """
 
@@ -102,14 +100,10 @@ class TextFields:
     columns: tuple[str, ...] = ()
 
     def target_of(self, fields: dict[str, Any]) -> str:
-        """Return the name of the target field of a row."""
         return self.target or ("targets" if "targets" in fields else _found(fields, TARGET_FIELDS, "--target_id"))
 
     def has_target(self, row: Record) -> bool:
-        """Return True if a row has a target, False if its target field is missing, null, an empty list or empty text.
-
-        Test data without targets has them empty throughout.
-        """
+        """Return True if a row has a target, False if the field is missing, null, an empty list or empty text."""
         try:
             fields = _texts_of(row)
             value = field_of(fields, self.target_of(fields))
@@ -126,11 +120,7 @@ def text_examples(
     """Yield sources with their targets from a file or dataset, for models that generate text.
 
     Args:
-        path: file, dataset or rows in memory, see `rows`.
-        fields: names of the fields to read.
-        rejected: counts rows that cannot be used.
         merge: True to combine rows with the same id into one example with several targets, for evaluation.
-        with_targets: False to ignore targets, as for test data.
 
     Raises:
         UserError: there are too many bad rows.
@@ -238,11 +228,9 @@ class LabelFields:
 
     Attributes:
         texts, label, id: field names; empty or None for the names that GLUE's datasets use.
-        prefix: text that is put before the sentences.
         known: names of the sentence fields that the model was trained on, preferred to other fields.
         as_text: join the sentences and their names to one text, as an encoder-decoder reads them.
         several: a row may have any number of labels.
-        columns: names of the columns of tables without a header, see `rows`.
     """
 
     texts: tuple[str, ...] = ()
@@ -255,7 +243,6 @@ class LabelFields:
     columns: tuple[str, ...] = ()
 
     def texts_of(self, fields: dict[str, Any]) -> tuple[str, ...]:
-        """Return the names of the fields of a row that hold its sentences."""
         if self.texts:
             return self.texts
         for names in (self.known, *PAIR_FIELDS):
@@ -264,7 +251,6 @@ class LabelFields:
         return (_found(fields, SENTENCE_FIELDS, "--text_fields"),)
 
     def label_of(self, fields: dict[str, Any]) -> Any:
-        """Return the value of the label field of a row."""
         usual = ("labels", *LABEL_FIELDS) if self.several else LABEL_FIELDS
         value = field_of(fields, self.label or _found(fields, usual, "--label_field"))
         return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
@@ -306,7 +292,6 @@ class SentenceNames:
 
     Attributes:
         names: names of the sentence fields of the first row; empty before it is read.
-        where: position of the first row, for error messages.
         in_text: True if the names must be equal, because they are part of the model's input. False if only the number
             of sentences must be equal.
     """
@@ -353,7 +338,6 @@ def plain_number(name: str) -> str:
 
 
 def _is_hidden(value: Any, known: Sequence[str]) -> bool:
-    """True for a label that is not given."""
     return _is_null(value) or (str(value).strip() in HIDDEN_LABELS and {*known}.isdisjoint(HIDDEN_LABELS))
 
 
@@ -394,12 +378,8 @@ def label_examples(
     the nearest 0.2, as T5 did for STS-B, and written with one decimal.
 
     Args:
-        path: file, dataset or rows in memory, see `rows`.
-        fields: names of the fields to read.
-        rejected: counts rows that cannot be used.
         names: the labels in the order of their numbers; empty if the labels are numbers to predict.
         words: target text of each label for an encoder-decoder (empty for numbers); None for an encoder.
-        with_labels: False to ignore labels.
         sentences: names of the sentence fields that all data of the run must have; None for no check.
 
     Raises:

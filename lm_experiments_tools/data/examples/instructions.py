@@ -127,7 +127,6 @@ class InstructionData:
     """Settings for reading Super-Natural-Instructions: the folder, the split and the parts of a prompt.
 
     Attributes:
-        folder: folder that contains tasks/ and splits/.
         split: name of a folder in splits/, which lists the training and test tasks.
         max_instances: number of instances to read from each task; None for all.
         parts: parts of the prompt. If there are several choices, training draws one of them.

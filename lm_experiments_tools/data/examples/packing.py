@@ -33,11 +33,7 @@ _VERSION = 1  # of the mapping (seed, examples) -> rows; part of the fingerprint
 
 
 class PackedRows:
-    """Fine-tuning examples packed several to a row, which avoids padding. A `data.dataset.Rows`.
-
-    Each example of a row is marked by its own segment id, or by position ids that start at 0 again for a decoder.
-    Attention does not cross from one example to another.
-    """
+    """Fine-tuning examples packed several to a row, which avoids padding. A `data.dataset.Rows`."""
 
     def __init__(self, dataset: ExampleRows) -> None:
         self.dataset, self.seed, self.order = dataset, dataset.seed, dataset.order

@@ -31,9 +31,6 @@ class Ragged:
     def padded(self, rows: np.ndarray, width: int, fill: int, *, left: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Return the selected rows as a matrix, padded to the same width.
 
-        Args:
-            left: True to pad on the left, False to pad on the right.
-
         Returns:
             Values int64[n, width], and a mask bool[n, width] that is False for padding.
         """
@@ -53,7 +50,6 @@ class RaggedBuilder:
         self._lengths: list[np.ndarray] = []
 
     def extend(self, rows: Iterable[Sequence[int]]) -> None:
-        """Append rows of integers to the `Ragged` that is being built."""
         rows = list(rows)
         lengths = np.array([len(row) for row in rows], np.int64)
         flat = np.fromiter(chain.from_iterable(rows), self.dtype, int(lengths.sum()))
@@ -61,7 +57,6 @@ class RaggedBuilder:
         self._lengths.append(lengths)
 
     def build(self) -> Ragged:
-        """Return a `Ragged` with all appended rows."""
         return Ragged(
             np.concatenate([np.empty(0, self.dtype), *self._values]),
             np.concatenate([np.empty(0, np.int64), *self._lengths]),

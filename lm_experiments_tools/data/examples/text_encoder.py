@@ -34,7 +34,6 @@ class TokenCounts:
         self._unknown_id = None if tokenizer.unk_token in (None, *others) else tokenizer.unk_token_id
 
     def add(self, rows: Sequence[Sequence[int]], lengths: Sequence[tuple[int, int]] = ()) -> None:
-        """Add tokenized texts to the counts of truncated and unknown tokens."""
         self.tokens += sum(map(len, rows))
         self.unknown += sum(row.count(self._unknown_id) for row in rows)
         self.texts += len(lengths)
@@ -46,7 +45,6 @@ class TokenCounts:
                 self.lost += before - after
 
     def describe(self, what: str, flag: str) -> str:
-        """Describe the truncated texts for the log."""
         if not self.num_truncated:
             return f"no {what[:-1]} is longer than {flag} {self.limit} (the longest has {self.longest:,} tokens)"
         part, lost = self.num_truncated / self.texts, self.lost / self.tokens_of_truncated
@@ -56,7 +54,6 @@ class TokenCounts:
         )
 
     def warn_of_unknown(self, what: str) -> None:
-        """Log a warning if many tokens are unknown."""
         remedy = "is it the tokenizer of these weights and this language?"
         warn_of_unknown(self.unknown, self.tokens, what, remedy)
 
@@ -116,9 +113,6 @@ class ExampleEncoder:
 
     def encode_sources(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> dict[str, list[list[int]]]:
         """Tokenize and truncate source texts.
-
-        Args:
-            pairs: second sentence of each source; None for single texts.
 
         Returns:
             `input_ids` and, if the tokenizer returns them, `token_type_ids`: a list of ids per source.

@@ -40,13 +40,11 @@ class DocumentRows:
     Args:
         tokens: token file; the sequences of a document (such as its sentences) are read as one text.
         vocab_size: number of ids; larger ids in `tokens` are an error.
-        packed: True to put several documents into a row.
         min_length: shorter documents are dropped, in tokens.
         has_end: True if documents end with an EOS token, which is then dropped.
 
     Attributes:
         fill: fraction of all positions that are not padding.
-        fingerprint: sha256 over data, settings and seed; equal fingerprints mean equal rows.
 
     Raises:
         UserError: all documents are too short, or a token id is outside the vocabulary.
@@ -103,11 +101,9 @@ class DocumentRows:
         return first - self._first_of_length[lengths]
 
     def __len__(self) -> int:
-        """Rows in an epoch, the same in each."""
         return int(self._row_ends[-1])
 
     def describe(self) -> str:
-        """Describe the rows and the size of the data, for the log."""
         kind = "packed rows" if self.packed else "rows of one document"
         return (
             f"{len(self):,} {kind} of {self.width} tokens, {self.fill:.1%} full, of {self._documents}; "

@@ -47,8 +47,6 @@ def mask_tokens(
     Args:
         tokens: int64 token ids of any shape.
         random: float of the shape of `tokens`, one number per token, uniform on [0, 1).
-        probability: masking rate.
-        mask_id: id of the mask token.
         ordinary_ids: int64 ids from which random tokens are drawn.
         special: bool[vocab_size], True for ids that are never masked.
         replace: fractions of the chosen tokens that become the mask token, become a random token, or stay unchanged.
@@ -82,7 +80,6 @@ class MaskedLM(Objective):
     """Masked LM in blocks of `input_length` tokens, without [CLS] and [SEP]. Special tokens are never masked.
 
     Args:
-        mlm_probability: masking rate.
         replace, starts_word: see `mask_tokens`; `starts_word` is bool[vocabulary size], subwords that begin a word.
 
     Raises:
@@ -148,7 +145,6 @@ class SampleMasking:
         self._noise_key = stream_key(seed, "masks")
 
     def describe(self) -> str:
-        """Describe the masks, for the log."""
         unit = "tokens" if self.objective.starts_word is None else "words"
         parts = "/".join(f"{100 * part:g}" for part in self.objective.replace)
         return f"masked LM, {self.objective.probability:g} of the {unit}, mask/random/keep {parts}"
@@ -158,9 +154,6 @@ class SampleMasking:
         return [_VERSION, self.seed, self.objective.settings()]
 
     def __call__(self, batch: dict[str, np.ndarray], samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the batch of samples int64[n] with masked `input_ids`, and with `labels` int64[n, length].
-
-        The label of a token that was not chosen is -100.
-        """
+        """Return the batch of samples int64[n] with masked `input_ids`, and with `labels` int64[n, length]."""
         generators = row_generators(self._noise_key, np.zeros_like(samples), samples)
         return {**batch, **self.objective.examples(batch["input_ids"], generators)}

@@ -184,8 +184,7 @@ def build_objective(args: T5PretrainingArgs, vocabulary: Tokenizer, model_kind: 
 
     No training data are needed, so that a run can fail before it tokenizes any text.
 
-    Raises:
-        UserError: the objective refuses the settings or the vocabulary.
+    Raises UserError: the objective refuses the settings or the vocabulary.
     """
     facts = args.objective()
     target_length = args.target_seq_len if facts.has_targets else None

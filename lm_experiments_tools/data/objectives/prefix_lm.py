@@ -55,7 +55,6 @@ class PrefixLM(Objective):
         return min(longest, max(1, by_density, num_tokens + 1 - self.max_targets))
 
     def draw_prefix(self, num_tokens: int, rng: Generator) -> int:
-        """Draw the prefix length of a row."""
         return int(rng.integers(self.shortest(num_tokens), num_tokens))
 
     def example(self, tokens: np.ndarray, rng: Generator) -> dict[str, np.ndarray]:

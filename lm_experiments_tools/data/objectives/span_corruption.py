@@ -57,8 +57,7 @@ def count_spans(tokens_length: int, noise_density: float, mean_noise_span_length
 
     Numbers are rounded in float32, halves to even, as in t5. There are never more spans than non-noise tokens.
 
-    Raises:
-        UserError: `noise_density` is outside (0, 1), or `mean_noise_span_length` is below 1.
+    Raises UserError: `noise_density` is outside (0, 1), or `mean_noise_span_length` is below 1.
     """
     if not 0 < noise_density < 1:
         raise UserError(f"noise_density is {noise_density}, but it is a fraction of the tokens: choose 0 < d < 1.")
@@ -116,8 +115,7 @@ def plan_spans(
 
     The row is one token shorter than t5's in the few settings where t5 would truncate the inputs.
 
-    Raises:
-        UserError: `random_spans_lengths` refuses the settings, or a row has more than `num_sentinels` spans.
+    Raises UserError: `random_spans_lengths` refuses the settings, or a row has more than `num_sentinels` spans.
     """
     tokens_length, _, _ = random_spans_lengths(inputs_length, noise_density, mean_noise_span_length)
     counts = count_spans(tokens_length, noise_density, mean_noise_span_length)
@@ -182,12 +180,7 @@ def replace_spans(tokens: np.ndarray, mask: np.ndarray, sentinel_ids: np.ndarray
 class SpanCorruption(Objective):
     """Span corruption, T5's pre-training objective. UL2's R- and X-denoisers are of this kind.
 
-    Args:
-        noise_density: fraction of tokens to corrupt.
-        mean_noise_span_length: average tokens per corrupted span.
-
-    Raises:
-        UserError: the targets are longer than `target_length`, or `plan_spans` refuses the settings.
+    Raises UserError: the targets are longer than `target_length`, or `plan_spans` refuses the settings.
     """
 
     def __init__(self, noise_density: float = 0.15, mean_noise_span_length: float = 3.0) -> None:

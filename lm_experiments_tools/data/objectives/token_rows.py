@@ -96,7 +96,6 @@ class TokenRows:
             logger.warning("the data has only %d tokens: each epoch is one padded example", self.num_tokens)
 
     def __len__(self) -> int:
-        """Rows per epoch."""
         return self._num_rows
 
     @property
@@ -115,17 +114,12 @@ class TokenRows:
         return TokenRows, (self.sources, self.objective, self.seed)
 
     def describe(self) -> str:
-        """Describe the objective and the size of the data, for the log."""
         return f"{self.objective.describe()}; {self.num_tokens:,} training tokens"
 
     # ---- tokens ----
 
     def starts_of(self, epochs: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return the index int64[n] of the first token of each row in the token stream.
-
-        Args:
-            rows: int64[n], the number of each row in its epoch.
-        """
+        """Return the index int64[n] of the first token of each row in the token stream."""
         shifts = np.array([epoch_shift(self.seed, epoch, self.num_tokens) for epoch in epochs.tolist()], np.int64)
         return (shifts + self._offsets(rows)) % self.num_tokens
 
@@ -296,9 +290,6 @@ def pretraining_dataset(
     """Build the dataset of an objective from one or several data sets, mixed by `--data_weights`.
 
     Examples that differ in length are arranged by length within each step.
-
-    Args:
-        num_workers: number of processes that make examples; 0 makes them in this one.
     """
     dataset = Dataset.mixed(tokens, lambda source, seed: TokenRows(source, objective, seed), args.seed, args.mixing())
     if num_workers:

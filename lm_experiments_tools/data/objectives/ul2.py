@@ -39,8 +39,7 @@ def mode_ids(vocabulary: Tokenizer) -> dict[str, int]:
 
     These are [NLU], [NLG] and [S2S] if the vocabulary has them, or else the last three sentinels.
 
-    Raises:
-        UserError: the vocabulary has neither these tokens nor four sentinels.
+    Raises UserError: the vocabulary has neither these tokens nor four sentinels.
     """
     found = {mode: vocabulary.find(piece) for mode, piece in MODE_PIECES.items()}
     if all(index is not None for index in found.values()):
@@ -73,11 +72,7 @@ def build_schedule(weights: Sequence[Any]) -> np.ndarray:
 
 
 class SpanDenoiser(SpanCorruption):
-    """Span corruption of the longest rows whose inputs, targets and sentinels fit, UL2's R- and X-denoisers.
-
-    Args:
-        mode_id: first token of the inputs; None for none.
-    """
+    """Span corruption of the longest rows whose inputs, targets and sentinels fit, UL2's R- and X-denoisers."""
 
     def __init__(self, spec: DenoiserSpec, mode_id: int | None, sentinel_ids: np.ndarray) -> None:
         super().__init__(spec.noise_density, spec.mean_noise_span_length or 1.0)
@@ -109,7 +104,6 @@ class UL2(Objective):
 
     Args:
         denoisers: texts such as "R:3:0.15@2", see `DenoiserSpec`.
-        mode_tokens: begin the inputs with a token that names the kind of denoiser.
 
     Raises:
         UserError: a denoiser does not fit the lengths, or the vocabulary has no mode tokens.

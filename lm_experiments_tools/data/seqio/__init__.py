@@ -1,4 +1,1 @@
-"""Training data from Google's t5 and seqio, which run in a process of their own.
-
-This package depends on `data`, `data.text`, `data.tokens` and `data.objectives`.
-"""
+"""Training data from Google's t5 and seqio, which run in a process of their own."""

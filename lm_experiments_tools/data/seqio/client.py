@@ -83,10 +83,6 @@ def check_possible(args: T5PretrainingArgs) -> None:
 class SeqioWorker:
     """The process that runs TensorFlow and seqio for one training process.
 
-    Attributes:
-        fingerprint: hash of data, task and seed.
-        title: description of the task, for the log.
-
     Raises:
         UserError: the worker refuses the job.
         RunError: the process ended for another reason.
@@ -111,11 +107,9 @@ class SeqioWorker:
 
     @property
     def pid(self) -> int:
-        """Process id of the worker."""
         return self._worker.process.pid
 
     def close(self) -> None:
-        """End the worker process."""
         self._worker.kill()
         self._worker.close()
 
@@ -154,7 +148,6 @@ class SeqioExamples(SampleDataset):
         return to_batch(found, self.worker.inputs_length, self._pad_id)
 
     def close(self) -> None:
-        """End the TensorFlow process."""
         self.worker.close()
 
 

@@ -15,7 +15,6 @@ class Job:
         task: "module:name" of a registered task.
         inputs_length, targets_length: seqio's `task_feature_lengths`.
         validation: True if validation examples are needed too, at most `valid_samples`.
-        threads: number of TensorFlow's threads.
     """
 
     task: str

@@ -62,7 +62,6 @@ class TaskExamples:
 
     @property
     def title(self) -> str:
-        """Short description of the task, for the log."""
         return f"seqio {type(self.task).__name__} {self.task.name}"
 
     def batches(self, start: int, rows: int) -> Iterator[np.ndarray]:
@@ -201,11 +200,7 @@ def _token_ids(example: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
 def registered_task(name: str) -> seqio.Task | seqio.Mixture:
     """Return the seqio Task or Mixture that a user's module registers, after importing the module.
 
-    Args:
-        name: "module:task", the importable module and the name under which it registers the task.
-
-    Raises:
-        UserError: the module cannot be imported, or does not register this task.
+    Raises UserError: the module cannot be imported, or does not register this task.
     """
     module, _, task_name = name.partition(":")
     try:

@@ -215,7 +215,6 @@ class StreamedDataset(SampleDataset):
             )
 
     def close(self) -> None:
-        """End the worker processes that tokenize the text."""
         for worker in self.workers:
             worker.kill()
         # Connections are closed when no thread reads them any more.
@@ -231,8 +230,7 @@ def streaming_data(
 
     All ranks (training processes) must call this function. It reads and tokenizes the first text.
 
-    Raises:
-        UserError: an input is missing, unreadable or empty, or the objective refuses the settings.
+    Raises UserError: an input is missing, unreadable or empty, or the objective refuses the settings.
     """
     plan, fingerprint = on_all(backend, lambda: _plan(args, vocabulary))
     if len({*backend.gather(fingerprint)}) > 1:

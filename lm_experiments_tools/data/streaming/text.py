@@ -122,11 +122,7 @@ def _assign(plan: StreamPlan, epoch: int) -> list[list[int]]:
 class StreamText:
     """The documents of one stream, as an endless iterator.
 
-    Args:
-        max_bad_lines: maximum number of unusable records in the stream.
-
     Attributes:
-        position: position after the last document.
         rejected: unusable records met in epoch 0.
     """
 
@@ -199,7 +195,6 @@ class ChunkRequest:
     """Request to tokenize the next documents of a stream, which together form a chunk.
 
     Attributes:
-        stream, number: number of the stream, and of the chunk in it.
         begin: position where the chunk starts, a `Position` as JSON.
         again: True if the chunk was made before, so that its rejected records are listed already.
     """
@@ -216,8 +211,6 @@ class ChunkSettings:
 
     Attributes:
         folder: folder for the list of unusable records.
-        encoder: converts text to token ids.
-        max_bad_lines: see `StreamText`.
     """
 
     plan: StreamPlan

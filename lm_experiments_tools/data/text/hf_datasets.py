@@ -26,11 +26,7 @@ _PARQUET_ROWS = 1000  # read together; the default, the rows of the first row gr
 
 
 def split_name(item: str) -> tuple[str, str | None, str]:
-    """Split the name of a Hugging Face dataset, `name[:config][:split]`, into its three parts.
-
-    Returns:
-        Name, configuration (None for the default) and split.
-    """
+    """Split the name of a Hugging Face dataset, `name[:config][:split]`, into its three parts."""
     parts = item.split(":")
     paths = [":".join(parts[:number]) for number in range(len(parts), 0, -1)]
     name = next(filter(os.path.exists, paths), parts[0])
@@ -163,9 +159,6 @@ def identity(item: str, *, with_times: bool = False) -> list[str]:
 
     The result lists the files of the split: files on the hub with their revision, local files with their size, first
     and last bytes.
-
-    Args:
-        with_times: True to include the modification times of local files.
     """
     if os.path.isfile(item):
         return [_file_identity(item, with_times)]

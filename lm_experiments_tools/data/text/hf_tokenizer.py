@@ -60,11 +60,7 @@ _UNUSED = ("<unused{}>", "[unused{}]")
 
 
 class HFTokenizer(Tokenizer):
-    """A fast tokenizer of Hugging Face.
-
-    Args:
-        sentinel_ids: ids of sentinel 0, 1, ...
-    """
+    """A fast tokenizer of Hugging Face."""
 
     def __init__(
         self,
@@ -93,7 +89,6 @@ class HFTokenizer(Tokenizer):
 
     @classmethod
     def of(cls, pretrained: PreTrainedTokenizerBase, path: Path) -> HFTokenizer:
-        """Convert a transformers tokenizer."""
         settings = json.loads(pretrained.backend_tokenizer.to_str())
         roles = {role: getattr(pretrained, f"{role}_token_id") for role in _ROLES}
         sentinels = _sentinels(pretrained, {*roles.values()})

@@ -75,7 +75,6 @@ class Rejected(NamedTuple):
 
     @property
     def where(self) -> str:
-        """Position of the rejected record (file and line), for messages."""
         return f"{self.path}:{self.line}" if self.line else self.path
 
     def to_json(self) -> str:
@@ -100,7 +99,6 @@ class Record(NamedTuple):
 
     @property
     def where(self) -> str:
-        """Position of the record (file and line), for messages."""
         return f"{self.path}:{self.line}" if self.line else self.path
 
     def rejected(self, error: BadRecord) -> Rejected:
@@ -116,14 +114,12 @@ class RejectedRecords:
     """Counts the records that cannot be used, lists them in a file, and raises UserError if there are too many.
 
     Args:
-        limit: maximum number of rejected records.
         path: JSON-lines file for the rejected records (`file`, `line`, `reason`, `content`), written if there are any;
             None to count them only.
         of_rows: True for rows of fine-tuning data, which have no --text_key. The first rejected ones are logged.
         quiet: True to log none, because another reading of the same rows does.
 
     Attributes:
-        count: rejected records.
         first: "file:line: reason" of the first rejected record, or "".
         num_empty: empty records, which are not in `count`.
     """
@@ -162,7 +158,6 @@ class RejectedRecords:
         self.add(rejected.where, rejected.reason)
 
     def error(self) -> TooManyRejected:
-        """Build the error for too many rejected records."""
         listed = "" if self.path is None else f"; they are listed in {self.path}"
         advice = "" if self.path is None and not self._of_rows else ": fix them or allow more with --max_bad_lines"
         message = f"more than {self.limit} bad lines: {self.count} so far, the first is {self.first}"
@@ -175,7 +170,6 @@ class RejectedRecords:
         return advice if self._lacks_key and not self._of_rows else ""
 
     def close(self) -> None:
-        """Close the file that lists the rejected records."""
         if self._file is not None:
             self._file.close()
 
@@ -185,11 +179,7 @@ class RejectedRecords:
 
 
 def no_documents(inputs: Sequence[str], rejected: RejectedRecords) -> UserError:
-    """Build the error for inputs that contain no document.
-
-    Args:
-        rejected: the records that could not be used, which may be the reason.
-    """
+    """Build the error for inputs that contain no document."""
     listed = f"; see {rejected.path}" if rejected.path else ""
     details = f" (the first: {rejected.first}{listed})" if rejected.first else ""
     empty = f", {rejected.num_empty} empty texts" if rejected.num_empty else ""
@@ -267,11 +257,7 @@ def converted(items: Iterable[Any], convert: Callable[[Any], T], rejected: Rejec
 def read_shard(
     shard: Shard, key: str | None = "text", skip: int = 0, columns: Sequence[str] = ()
 ) -> Iterator[Record | Rejected]:
-    """Yield the records of a shard (a part of a file or dataset) in order.
-
-    Args:
-        key: key of the text in a JSON object or row; None returns all fields as a dict.
-    """
+    """Yield the records of a shard (a part of a file or dataset) in order."""
     if shard.kind == "dataset":
         found = _dataset_records(shard, key or "", skip)
     elif shard.kind == "table":
@@ -508,8 +494,7 @@ def read_lines(shard: Shard) -> Iterator[tuple[int, bytes]]:
 
     A line of more than MAX_DOCUMENT_BYTES is cut to one byte more, so that its length shows that it was too long.
 
-    Raises:
-        UserError: the file is damaged or was changed.
+    Raises UserError: the file is damaged or was changed.
     """
     limit, number, position = MAX_DOCUMENT_BYTES, 0, shard.start
     shard.check_unchanged()
@@ -566,5 +551,4 @@ def excerpt(line: bytes) -> str:
 
 
 def utf8_length(text: str) -> int:
-    """Return the number of bytes of a text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode())

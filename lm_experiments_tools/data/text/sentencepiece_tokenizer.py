@@ -170,8 +170,7 @@ class SentencePieceTokenizer(Tokenizer):
 
         The files are those of a T5Tokenizer if it gives the same ids, else of a plain fast tokenizer.
 
-        Raises:
-            UserError: neither gives the same ids.
+        Raises UserError: neither gives the same ids.
         """
         from transformers import T5Tokenizer
 

@@ -110,7 +110,6 @@ def plan_shards(
 
     Args:
         shard_bytes: approximate size of a shard; None for 1/64 of the total, from 2 to 64 MB.
-        max_shards: maximum number of shards; None for no limit.
     """
     files = find_files(inputs, document_per_line)
     size = sum(os.path.getsize(path) for path, kind in files if kind != "dataset")
@@ -254,7 +253,6 @@ def find_files(inputs: Sequence[str], document_per_line: bool = False) -> list[t
 
 
 def list_inputs(inputs: Sequence[str]) -> str:
-    """Format a list of input files, folders and datasets for a message."""
     return ", ".join(map(str, inputs)) or "an empty list of inputs"
 
 
@@ -430,11 +428,7 @@ def as_sources(value: Any, name: str) -> tuple[str, ...]:
 def file_of_split(path: str, split: str) -> str:
     """Return what holds the rows of one split: the file that is named after it in a folder, a dataset, or the path.
 
-    Args:
-        split: "train", "valid" or "test".
-
-    Raises:
-        UserError: the data cannot be read.
+    Raises UserError: the data cannot be read.
     """
     words = _SPLITS[_SPLIT_OF[split]]
     if isinstance(path, PythonRows):
@@ -454,11 +448,7 @@ def file_of_split(path: str, split: str) -> str:
 
 
 def text_of_split(path: str, split: str) -> str:
-    """Return what holds the text of one split, as `file_of_split`; of a folder with files of `train` all of its files.
-
-    Args:
-        split: "train", "valid" or "test".
-    """
+    """Return what holds the text of one split, as `file_of_split`; of a folder with files of `train` all its files."""
     if not os.path.isdir(path):
         return path if os.path.exists(path) else file_of_split(path, split)
     return f"{path}::{_SPLIT_OF[split]}" if "train" in _splits_of(path, _walk(path)) else path

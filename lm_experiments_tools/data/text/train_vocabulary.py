@@ -45,9 +45,6 @@ class VocabSummary:
     """Report of a vocabulary training.
 
     Attributes:
-        path, size, fingerprint: file of the vocabulary, its number of ids, and its fingerprint.
-        sample_bytes: amount of text that the vocabulary was trained on.
-        rejected: records of the text that could not be used.
         unknown: share of unknown tokens in the sample, 0 to 1.
     """
 
@@ -74,12 +71,7 @@ def train_vocab(
     Parts of the inputs are read in a fixed random order up to `sample_bytes` of text. Bad lines are skipped.
 
     Args:
-        inputs: files, folders and datasets with the text.
-        size: number of ids, with special tokens and sentinels.
-        output_model: path of the `.model` file to write.
-        text_key: key of the text in a JSON record.
         extra_ids: number of sentinels, which mark the spans in span corruption.
-        sample_bytes: maximum amount of text to train on.
         character_coverage: fraction of the text's characters that the vocabulary must contain.
 
     Raises:
@@ -110,12 +102,7 @@ def train_wordpiece(
     """Train a WordPiece vocab.txt of exactly `size` subwords for BERT. The same inputs give the same file.
 
     Args:
-        inputs: files, folders and datasets with the text.
-        size: number of subwords, with special tokens.
-        output: path of the vocab.txt to write.
-        text_key: key of the text in a JSON record.
         lowercase: convert the text to lower case and remove accents, for uncased models.
-        sample_bytes: maximum amount of text to train on.
 
     Raises:
         UserError: see `train_vocab`.

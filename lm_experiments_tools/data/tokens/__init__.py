@@ -1,4 +1,1 @@
-"""Token files in Megatron's format (.bin and .idx): writing, merging and memory-mapped reading.
-
-This package depends on `data.text` and `config`.
-"""
+"""Token files in Megatron's format (.bin and .idx): writing, merging and memory-mapped reading."""

@@ -27,9 +27,6 @@ def hold_out(
     A document is held out by a hash of its tokens: on each start, for any number of workers, in any order, among any
     other documents. Equal documents stay together.
 
-    Args:
-        cache_dir: folder for the copies, which other processes wait for.
-
     Returns:
         Prefixes of the copies, and that of the held-out documents.
 

@@ -79,13 +79,9 @@ def read_meta(prefix: str | os.PathLike) -> dict[str, Any]:
 
 
 def token_prefix(path: str | os.PathLike) -> str | None:
-    """Return the prefix of a token file, which is the path of its .bin and .idx files without these suffixes.
+    """Return the prefix of a token file, the path of its .bin and .idx files without suffix; None if there is none.
 
-    Returns:
-        The prefix, or None if there is no token file.
-
-    Raises:
-        UserError: only one of PREFIX.bin and PREFIX.idx exists.
+    Raises UserError: only one of PREFIX.bin and PREFIX.idx exists.
     """
     path = os.fspath(path)
     prefix = path.removesuffix(".bin").removesuffix(".idx")

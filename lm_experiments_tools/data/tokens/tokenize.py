@@ -72,7 +72,6 @@ class EncodedDocuments:
         ids: ids of all sequences, concatenated.
         sequence_lengths: number of ids of each sequence.
         num_sequences: number of sequences of each document.
-        num_bytes: bytes of the text.
         num_empty: documents without tokens, which were dropped.
     """
 
@@ -89,7 +88,6 @@ class Encoder(Protocol):
     Attributes:
         key: key of the text in a JSON record; None passes all fields to `parts`.
         suffixes: suffixes of the output file names. One token file per suffix is written.
-        dtype: dtype of the ids.
         identity: JSON value; equal identities give equal ids.
     """
 
@@ -107,12 +105,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Converts documents to token ids with a vocabulary, for T5: each document becomes one sequence.
-
-    Attributes:
-        key: key of the text in a JSON record.
-        append_eos: append EOS to each document.
-    """
+    """Converts documents to token ids with a vocabulary, for T5: each document becomes one sequence."""
 
     vocabulary: Tokenizer
     key: str = "text"
@@ -152,9 +145,6 @@ def batches(items: Iterable[T], size_of: Callable[[T], int], size: int) -> Itera
     """Group consecutive items, such as documents, into lists of about equal total size.
 
     A list ends with the item at which its total size reaches `size`.
-
-    Args:
-        size: minimum total size of a list.
     """
     batch: list[T] = []
     filled = 0
@@ -174,7 +164,6 @@ class EncodedWriter(IndexedDatasetWriter):
     num_bytes = num_empty = 0
 
     def add(self, encoded: EncodedDocuments) -> None:
-        """Append encoded documents to the token file, and add to its counts."""
         self.add_documents(encoded.ids, encoded.sequence_lengths, encoded.num_sequences)
         self.num_bytes += encoded.num_bytes
         self.num_empty += encoded.num_empty
@@ -190,9 +179,6 @@ def encode_shard(shard: Shard, prefix: str, encoder: Encoder, limit: int) -> tup
     """Encode a shard (a part of the text) into token files, one per suffix of the encoder.
 
     Rejected records are listed in `prefix`.bad.jsonl.
-
-    Args:
-        limit: maximum number of rejected records.
 
     Returns:
         Number of rejected records, and False if they were too many and the shard was abandoned.
@@ -264,9 +250,6 @@ class Tokenization:
 
     Attributes:
         prefix: PREFIX. The caller must hold its lock.
-        outputs: prefixes of the token files, one per suffix of the encoder.
-        rejected: path of the list of rejected records.
-        limit: maximum number of rejected records.
     """
 
     shards: Sequence[Shard]
@@ -292,9 +275,6 @@ class Tokenization:
         Args:
             progress: function that shows the progress. It gets the jobs and an iterator over finished jobs, which it
                 must consume.
-
-        Returns:
-            The contents of the .json files.
         """
         for prefix in self.outputs:
             remove_unfinished(prefix)
@@ -565,11 +545,7 @@ def open_tokenizer(name: str | os.PathLike, flag: str = "--vocab", lowercase: bo
 
 
 def recorded_vocabulary(prefix: str | os.PathLike, meta: dict[str, Any]) -> Path | None:
-    """Return the path of the vocabulary that a token file was made with; None if it does not exist.
-
-    Args:
-        meta: content of PREFIX.json, which names the vocabulary.
-    """
+    """Return the path of the vocabulary that a token file was made with; None if it does not exist."""
     if meta.get("vocab_file") is None:
         return None
     named = Path(meta["vocab_file"])
