@@ -1,7 +1,7 @@
 """Self-attention with block-sparse layouts and learned position biases; imports attention.kernels.
 
-A block-sparse layout says which blocks of keys each block of queries attends to. The public names are listed in
-`__init__.pyi` and imported on first use. Triton and transformers are imported only where they are needed.
+A block-sparse layout says which blocks of keys each block of queries attends to. Triton and transformers are imported
+only where they are needed.
 """
 
 from lm_experiments_tools.names import lazy_names

@@ -160,7 +160,6 @@ def attention_forward(
     """Compute the attention of a "block_sparse" model; transformers' AttentionInterface calls this function.
 
     Args:
-        module: the attention layer, whose `config` names the layout.
         query, key, value: [batch, heads, length, head_dim]; keys and values may have fewer heads.
         attention_mask: the result of `attention_mask`, or a user's mask [batch, 1 or heads, queries, keys].
         position_bias: a T5 bias as a matrix [1, heads, queries, keys]; None for none.

@@ -63,7 +63,6 @@ class RotaryPosition(PositionScheme):
     paper pair neighbours instead.
 
     Args:
-        head_dim: features of a head.
         rotary_dim: number of rotated features, the first ones (GPT-NeoX's partial rotary); all if None.
         base: sets the rotation's speed: the slowest pair rotates once in about 2 pi * base tokens. Raises UserError.
     """
@@ -139,11 +138,6 @@ def named_position(
 
     The names are "rotary", "relative_attention_bias", "alibi" and `module:Class` of a user's own encoding. All other
     names give `NoPosition`.
-
-    Args:
-        bidirectional: True in an encoder, False in a decoder.
-        max_distance: as in `T5Bias`.
-        rotary_base: `base` of `RotaryPosition`.
     """
     name, num_heads = config.position_embedding_type, config.num_attention_heads
     if ":" in name:

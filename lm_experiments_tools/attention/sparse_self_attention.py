@@ -108,8 +108,7 @@ class SparseSelfAttention(nn.Module):
 def _additive(name: str, mask: Tensor, mode: str, query: Tensor, shape: tuple[int, int]) -> Tensor:
     """A mask as it is added to scores, -inf where it leaves nothing: of `shape`, which it may have among others of 1.
 
-    Raises:
-        UserError: another shape, or whole numbers to be added.
+    Raises UserError: another shape, or whole numbers to be added.
     """
     sizes, expected = ([size for size in one if size > 1] for one in (mask.shape, shape))
     if mask.dim() < 2 or mask.shape[-1] != shape[1] or sizes != expected:

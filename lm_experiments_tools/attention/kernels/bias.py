@@ -26,8 +26,6 @@ def t5_bucket(relative_position: Tensor, bidirectional: bool, num_buckets: int, 
     Args:
         relative_position: key position - query position, any shape, int64.
         bidirectional: use half of the buckets for keys after the query; otherwise all of these are in bucket 0.
-        num_buckets: number of buckets in total.
-        max_distance: larger distances share the last bucket.
 
     Returns:
         Bucket numbers in [0, num_buckets), int64, in the same shape.

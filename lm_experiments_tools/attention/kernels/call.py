@@ -112,12 +112,10 @@ class AttentionInputs(NamedTuple):
 
     @property
     def trains_bias(self) -> bool:
-        """True if the position bias requires a gradient."""
         return wants_gradient(self.spec.bias)
 
     @property
     def trains(self) -> bool:
-        """True if q, k or v requires a gradient."""
         return torch.is_grad_enabled() and any(x.requires_grad for x in (self.q, self.k, self.v))
 
     @property
@@ -188,10 +186,7 @@ def limit_float16(x: Tensor) -> Tensor:
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
 def validate(inputs: AttentionInputs) -> AttentionInputs:
-    """Check the arguments of an attention call, and complete its settings. Raises UserError.
-
-    The layout becomes a `Layout` for these lengths, segment IDs become a pair, and the scale becomes a number.
-    """
+    """Check the arguments of an attention call, and complete its settings. Raises UserError."""
     q, k, v, spec = inputs
     fits = q.dtype in _FLOATS and all(x.dim() == 4 and x.dtype == q.dtype and x.device == q.device for x in (q, k, v))
     if not fits or k.shape[:3] != v.shape[:3] or k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]:

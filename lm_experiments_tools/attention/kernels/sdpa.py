@@ -61,7 +61,6 @@ def masked(
     Args:
         bias: added to the scores; keys with a bias of -inf are masked too.
         allowed: bool, True where a query may attend to a key.
-        scale: factor of the scores; None for head_dim ** -0.5.
     """
     # PyTorch's CPU kernels give these zeros. GPU kernels and exported graphs do not, so such rows are unmasked first.
     if bias is not None:

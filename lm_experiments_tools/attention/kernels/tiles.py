@@ -93,9 +93,8 @@ class TileLists(NamedTuple):
     """For each row of tiles of the score matrix, the list of tiles that an attention kernel computes, left to right.
 
     A row of tiles belongs to a block of queries; in the kernel of key gradients to a block of keys. `ranges` splits
-    each list into three parts: tiles far before, near and far after the diagonal (near: the bias differs within the
-    tile, or the causal diagonal crosses it). Part i is tiles[ranges[i] : ranges[i + 1]]. Dense attention has no lists:
-    the tile numbers are ranges[0] to ranges[3] - 1.
+    each list into three parts: tiles far before, near and far after the diagonal. Part i is
+    tiles[ranges[i] : ranges[i + 1]]. Dense attention has no lists: the tile numbers are ranges[0] to ranges[3] - 1.
     """
 
     ranges: Tensor  # int32 [layout heads, row tiles, 4]
@@ -124,8 +123,7 @@ def cut(inputs: AttentionInputs, tile: Tile, saturation: int | None) -> Cut:
     """Convert the block-sparse layout of an attention call to tiles of a kernel's size.
 
     Args:
-        saturation: distance from which the position bias is constant. Tiles with smaller distances are near the
-            diagonal, which kernels treat separately. None: no tile is near.
+        saturation: distance from which the position bias is constant; None: no tile is near the diagonal.
     """
     query_length, key_length = inputs.scores_shape[2:]
     rows, columns = num_blocks(query_length, tile.queries), num_blocks(key_length, tile.keys)

@@ -60,7 +60,6 @@ class Plan:
 
     @property
     def inputs(self) -> AttentionInputs:
-        """The shapes with the layout."""
         return self.shapes._replace(spec=self.shapes.spec._replace(layout=self.layout()))
 
     @property
@@ -354,7 +353,6 @@ def refusal_of_device(inputs: AttentionInputs) -> str | None:
 
 
 def attend(inputs: AttentionInputs, seed: Tensor | None) -> Tensor:
-    """Compute attention by the Triton kernels."""
     call, *tensors = prepare(inputs, seed)
     return KernelAttention.apply(*tensors, call, sys.modules[__name__])
 

@@ -22,10 +22,7 @@ def threshold_of(seed, sequence, drop_below, drop_chance):
 
 @triton.jit
 def random_bits_of(seed, sequence, first_query, first_key, M: tl.constexpr, N: tl.constexpr, BY_KEY: tl.constexpr):
-    """Random 32-bit words for the dropout of a tile of M queries by N keys: [M / 2, N / 2], transposed if BY_KEY.
-
-    Each word serves 2 x 2 scores.
-    """
+    """Random 32-bit words for the dropout of a tile of M queries by N keys: [M / 2, N / 2], transposed if BY_KEY."""
     pairs = first_query // 2 + tl.arange(0, M // 2)
     calls = first_key // 32 * 4 + tl.arange(0, (N + 31) // 32 * 4)
     if BY_KEY:
@@ -84,7 +81,6 @@ def gradient_of(
 
     Args:
         weights: attention weights before dropout.
-        dp: gradient of the weights.
         row_delta: for each query, the sum over features of the output times its gradient.
         grow: 1 / (1 - dropout probability).
     """
