@@ -1,7 +1,6 @@
 """Backends, which make one or several worker processes train together (Horovod, Accelerate, a single process).
 
 `get_backend` picks the backend that fits the launcher of the process (horovodrun, accelerate, torchrun or none).
-Modules here import the packages config and modules.
 """
 
 from __future__ import annotations

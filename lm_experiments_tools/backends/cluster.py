@@ -35,7 +35,6 @@ class Tasks:
     """Tasks of a launcher, as its environment variables report them.
 
     Attributes:
-        launcher: its name, for messages.
         source: name of the variable that holds `count`.
         local_rank, local_count: on this machine; None where the launcher does not say.
         address, port: where rank 0 can be reached; None where the launcher does not say.

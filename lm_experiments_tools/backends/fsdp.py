@@ -20,10 +20,8 @@ from lm_experiments_tools.backends.slices import SlicedTensor, elements, full
 def join_shared_modules(model: nn.Module) -> int:
     """Replace leaf modules that share a parameter by one of them, because FSDP2 refuses shared parameters.
 
-    An example is the embedding that HF's T5 holds in three modules. Names in the state dict do not change.
-
-    Returns:
-        The number of replaced modules.
+    An example is the embedding that HF's T5 holds in three modules. Names in the state dict do not change. Returns the
+    number of replaced modules.
     """
     first: dict[tuple, nn.Module] = {}
     replaced = 0
@@ -40,11 +38,7 @@ def join_shared_modules(model: nn.Module) -> int:
 
 
 def unit_classes(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Select the module classes that FSDP can wrap on their own: those that share no parameter with other modules.
-
-    Args:
-        names: names of the candidate classes.
-    """
+    """Select the module classes that FSDP can wrap on their own: those that share no parameter with other modules."""
     apart = {type(module).__name__ for module in model.modules() if _is_shared(model, [module])}
     return [name for name in names if name not in apart]
 
@@ -54,9 +48,6 @@ def ends_in_one_unit(model: nn.Module, units: Sequence[str]) -> Iterator[None]:
     """Context in which accelerate's `prepare` does not let FSDP wrap embeddings and output layer on their own.
 
     torch cannot shard a parameter that two wrapped modules share, such as the bias of BERT's output layer.
-
-    Args:
-        units: names of the module classes that FSDP wraps.
     """
     getters = [name for name in ("get_input_embeddings", "get_output_embeddings") if hasattr(model, name)]
     ends = [module for module in (getattr(model, name)() for name in getters) if module is not None]
@@ -72,10 +63,7 @@ def ends_in_one_unit(model: nn.Module, units: Sequence[str]) -> Iterator[None]:
 
 
 def mixed_precision(dtype: torch.dtype | None) -> MixedPrecisionPolicy | None:
-    """Create FSDP's precision policy: weights are gathered in `dtype`, and gradients are reduced in fp32.
-
-    None if `dtype` is None.
-    """
+    """Create FSDP's precision policy: weights are gathered in `dtype`, and gradients are reduced in fp32."""
     if dtype is None:
         return None
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -83,12 +71,7 @@ def mixed_precision(dtype: torch.dtype | None) -> MixedPrecisionPolicy | None:
 
 @contextmanager
 def set_for_now(holder: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Context in which the attributes of an object have other values.
-
-    Args:
-        holder: the object.
-        values: {attribute: value inside the context}.
-    """
+    """Context in which the attributes of an object have other values."""
     before = {name: getattr(holder, name) for name in values}
     try:
         for name, value in values.items():

@@ -40,7 +40,6 @@ def wanted_processes(environ: Mapping[str, str] = os.environ) -> tuple[int, str]
 
 
 def cpu_asked(environ: Mapping[str, str] = os.environ) -> bool:
-    """True if ACCELERATE_USE_CPU requests CPUs."""
     return environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t")
 
 

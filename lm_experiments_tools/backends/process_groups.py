@@ -77,7 +77,6 @@ def _rendezvous_of_restart(url: str, **options: Any) -> Iterator[tuple[dist.Stor
 
 
 def set_timeouts(seconds: float) -> None:
-    """Set the timeout of all existing process groups."""
     for group in list(c10d._world.pg_map):
         c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 

@@ -45,7 +45,6 @@ class Source:
     """Pre-trained weights that a flag names, on disk or on the Hugging Face Hub.
 
     Attributes:
-        name: Hub name, or path of a folder or file.
         path: None on the Hub.
         is_adapter: weights of a peft adapter, which need a base model.
     """

@@ -50,7 +50,6 @@ _OUTSIDE_LAYERS = {
 
 
 def is_t5x(path: Path) -> bool:
-    """True for a folder of a t5x checkpoint."""
     return path.is_dir() and any(path.glob(f"{_PREFIX}*/.zarray"))
 
 

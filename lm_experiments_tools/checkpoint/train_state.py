@@ -47,7 +47,6 @@ class TrainState:
         phase: number of the phase that saved this, from 0.
         first_step: step at which the run began; above 0 if it branches from another run.
         data_offset: position in the data minus `consumed_samples`.
-        samples_per_epoch: None if unknown.
         best_metric, best_step: best value of `optimize_metric` on validation, and its step.
         patience: number of consecutive validations without improvement.
         last_validated_step: step of the last complete validation. A restart repeats one that a signal stopped.
@@ -55,7 +54,6 @@ class TrainState:
         data_fingerprint: hash of the training data and its order; None if the loader has none.
         data_order: hash of the order of rows alone; None if unknown.
         valid_fingerprint: hash of the validation data of `best_metric`.
-        schedule_steps: length of the learning-rate schedule.
         facts: settings that a restart compares (see training/resume.py).
         metrics: {split, such as "train" or "valid": its last metrics}.
     """

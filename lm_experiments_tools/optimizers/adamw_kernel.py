@@ -79,7 +79,6 @@ def adamw_scale_(
     Args:
         tensors: (weights, gradient, first moment, second moment) of each parameter, contiguous, fp32, on one device.
         scales: root mean square of each parameter, 0-dim; it multiplies the step size.
-        lr, betas, weight_decay: as in `AdamWScale`.
         least: lower bound of the scales.
         eps: added to the square root of the bias-corrected second moment.
         step: number of this step, from 1.
