@@ -64,10 +64,7 @@ class BatchStream:
 
     @property
     def order(self) -> str | None:
-        """Hash of only the order in which rows of the token files are read; None if the loader has none.
-
-        Other objectives have the same hash if they read the same rows in the same order.
-        """
+        """Hash of only the order in which rows of the token files are read; None if the loader has none."""
         return getattr(getattr(self.loader, "dataset", None), "order", None)
 
     def seek(self, run: TrainState, state: Mapping[str, Any] | None, order: str | None = None) -> None:

@@ -36,11 +36,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def seed_all(*key: int) -> None:
-    """Seed the global random generators of Python, numpy and torch with a hash of the integers `key`.
-
-    Args:
-        key: non-negative integers, such as a seed and a rank.
-    """
+    """Seed the global random generators of Python, numpy and torch with a hash of the integers `key`."""
     first, second, third, fourth = np.random.SeedSequence(key).generate_state(4).tolist()
     torch.manual_seed(first << 32 | second)  # GPUs too
     np.random.seed(third)

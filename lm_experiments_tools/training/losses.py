@@ -108,7 +108,6 @@ class Targets:
             labels: {name: entry of the batch; None if it lacks the entry}.
             inputs: arguments of the model's forward; answers (`SPANS`) beyond their width do not count.
             host: the same on the host, with `labels_mask` and `segment_ids`.
-            token_bytes: int64 [vocabulary], UTF-8 bytes of each token.
 
         Returns:
             {name: number of valid labels, or of rows where a label is absent}, and the bytes of the valid `labels`.
@@ -245,7 +244,6 @@ def loss_for(model: nn.Module, targets: Targets, loss: Loss) -> Loss:
     """The loss of a model in terms with one divisor each, instead of the model's own sum of them.
 
     Args:
-        targets: result of `targets_of`.
         loss: returned unchanged unless it is the model's own.
     """
     if loss.means is not MODEL_LOSS.means:
@@ -271,9 +269,6 @@ def with_bytes(loss: Loss, token_bytes: np.ndarray | None, model: nn.Module) -> 
     """Make a loss also measure bits per byte.
 
     Models that add other terms to their cross-entropy are left out: their loss is returned unchanged.
-
-    Args:
-        token_bytes: int64 [vocabulary], UTF-8 bytes of each token; None returns `loss` unchanged.
     """
     config = getattr(model, "config", None)
     if token_bytes is None or any(getattr(config, name, 0) for name in ("z_loss", "label_smoothing")):
@@ -288,10 +283,6 @@ def bert_loss(use_nsp: bool, most_labels: Callable[[int], int] | None = None) ->
 
     The model outputs `loss_mlm` and `loss_nsp` (or `mlm_loss`, `nsp_loss`), or is one of transformers'
     ...ForPreTraining classes, whose summed `loss` is split with the help of their logits.
-
-    Args:
-        most_labels: f(number of rows) -> maximum number of labels per micro-batch, for models that compute logits only
-            at labels; None for no limit.
     """
     labels = {"loss_mlm": "labels", "loss_nsp": "next_sentence_label"}
     if not use_nsp:
@@ -378,7 +369,6 @@ def _known_by_name(model: nn.Module, names: list[str], forward: set[str]) -> Tar
 
     Args:
         names: the model's classes, without a user's own.
-        forward: arguments of its forward.
     """
     config = getattr(model, "config", None)
     is_causal = getattr(model, "loss_type", None) in ("ForCausalLM", "ForConditionalGeneration")

@@ -138,7 +138,6 @@ class Collector(Protocol):
 
         Args:
             batch: all entries of the batch, also those that the model does not take.
-            outputs: the model's outputs.
         """
 
     def reduce(self, backend: Backend) -> dict[str, float]:
@@ -146,12 +145,7 @@ class Collector(Protocol):
 
 
 class AccumulatedOutputs:
-    """Collector for a user's metric function: accumulates selected outputs, and computes metrics from them at the end.
-
-    Args:
-        select: the user's `keep_for_metrics_fn`, f(batch, outputs) -> {name: tensor or list} to accumulate.
-        metrics: the user's `metrics_fn`, f(everything accumulated on all workers) -> {metric: value}.
-    """
+    """Collector for a user's metric function: accumulates selected outputs, and computes metrics at the end."""
 
     def __init__(self, select: Callable | None, metrics: Callable | None) -> None:
         self.select, self.metrics = (select, metrics) if select and metrics else (None, None)

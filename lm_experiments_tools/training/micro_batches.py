@@ -141,9 +141,7 @@ def split_batch(
         batch: tensors with equal first dimension (rows); other values are passed on unchanged.
         names: arguments of the model's forward; other entries reach only metric functions.
         has_decoder: labels are a second sequence, whose tokens are counted too.
-        label_names: entries whose valid labels are counted.
         trim_to: cut columns that are padding in all rows, to a width that is a multiple of this.
-        token_bytes: int64 [vocabulary], UTF-8 bytes of each token, to count the bytes of valid `labels`.
     """
     tensors, num_rows = _checked(batch, names)
     # What is counted is read here, on the host, so that counting never waits for the device.
@@ -241,7 +239,6 @@ class BatchSplitter:
     """Splits the batches of a training loop into micro-batches, and counts their valid labels and tokens.
 
     Attributes:
-        names: arguments of the model's forward.
         is_repeatable: a batch that is split again gives the same; a user's transform may draw random numbers.
     """
 

@@ -1,7 +1,4 @@
-"""Training in phases, which are consecutive parts of a run with different settings.
-
-This module chooses where a phase begins in its data.
-"""
+"""Training in phases, which are consecutive parts of a run with different settings."""
 
 from __future__ import annotations
 
@@ -23,9 +20,7 @@ class Phase:
 
     Attributes:
         args: arguments of this phase; it ends at step `args.iters`.
-        run: arguments of the whole run.
         number: number of the phase, from 0.
-        start: step at which this phase begins.
         first_step, last_step: steps at which the run begins and ends.
         branch: checkpoint of another run from which this run starts; None without one.
     """

@@ -57,7 +57,6 @@ class Start:
     """Where a run starts.
 
     Attributes:
-        state: trainer state.
         saved_at: step and samples of the run's checkpoint that holds this state; None if none does.
         interval, outputs: metrics and times since the last log line, and the model outputs accumulated since then.
     """

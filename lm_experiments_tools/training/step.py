@@ -30,11 +30,6 @@ _MAX_EMPTY = 10  # first steps of a run that may have no targets
 class Step:
     """Forward and backward passes over this worker's micro-batches of an optimizer step, or of a validation.
 
-    Args:
-        transform: f(batch) -> batch with the model's argument names; None changes nothing.
-        batch_metrics_fn: f(batch, outputs) -> {name: mean over the micro-batch, or (sum, count)}, besides the loss.
-        forward_kwargs: passed to every forward pass.
-
     Attributes:
         split: makes micro-batches of a batch.
         signals: signals that stop the run; all workers learn of them with the counts of a step.

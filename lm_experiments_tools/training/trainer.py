@@ -205,7 +205,6 @@ class TrainingLoop:
         return state.step >= args.iters or 0 < args.early_stopping_patience <= state.patience
 
     def _due(self, step: int) -> list[Callback]:
-        """Callbacks to call after a step."""
         timed = self._saves if self._save_is_due else None
         return [c for c in self.callbacks if c.every and step > 0 and (step % c.every == 0 or c is timed)]
 

@@ -34,10 +34,7 @@ _LENGTHS = {"max_length", "max_new_tokens"}
 def validate(
     step: Step, dataloader: Iterable, split: str, collector: Collector, generate_kwargs: Mapping[str, Any]
 ) -> dict[str, float] | None:
-    """Compute metrics over this worker's batches on all workers; None if a signal stopped the validation.
-
-    `split` names the data in logs. `generate_kwargs` are passed to `generate` with `--use_generate_on_valid`.
-    """
+    """Compute metrics over this worker's batches on all workers; None if a signal stopped the validation."""
     backend, loss, args = step.backend, step.loss, step.args
     backend.model.eval()
     is_exact = backend.reduction.is_exact
