@@ -46,9 +46,6 @@ class TextDecoder:
     """Decode generated tokens to text, without surrounding spaces and the tokens that frame every text.
 
     Other special tokens are text: users' own ones, which structure a target.
-
-    Args:
-        tokenizer: any tokenizer with Hugging Face's interface.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -89,11 +86,9 @@ class Predictions:
     """Collect the predictions of one evaluation and compute its metrics.
 
     Args:
-        args: settings of task, metrics and `--show_valid_examples`.
         split: name of the predictions file, such as "valid".
         examples: all examples of the split, on every worker. "example" in a batch holds indices into them.
         decode: decodes generated tokens; only for models that generate.
-        label_names: names of the classes by index.
         folder: folder of the predictions file; None writes none.
         label_words: text that a generating model writes for each label; by default `--label_words` or the names.
 

@@ -37,12 +37,10 @@ def is_own(name: str) -> bool:
 
 
 def metrics_of(task: str) -> tuple[str, ...]:
-    """Return the names of the metrics for a task."""
     return tuple(name for name, metric in METRICS.items() if task in metric.tasks)
 
 
 def usual_metrics(task: str) -> tuple[str, ...]:
-    """Return the names of the default metrics of a task."""
     return tuple(name for name, metric in METRICS.items() if task in metric.usual_for)
 
 

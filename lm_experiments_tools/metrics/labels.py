@@ -25,8 +25,6 @@ def label_metrics(
 
     Args:
         predictions: index of a label, or UNKNOWN for generated text that names no label.
-        references: index of the correct label.
-        positive_label: index of the positive one of two labels.
     """
     import numpy as np
 

@@ -104,10 +104,7 @@ def chrf(predictions: Sequence[str], references: References) -> float:
 def rouge_of_examples(
     predictions: Sequence[str], references: References, kinds: Sequence[str], *, stem: bool
 ) -> list[dict[str, float]]:
-    """Compute ROUGE F-measures, 0 to 1, of each example, with the best reference for each kind ("rouge1", ...).
-
-    `stem` uses rouge-score's stemmer.
-    """
+    """Compute ROUGE F-measures, 0 to 1, of each example, with the best reference for each kind ("rouge1", ...)."""
     from rouge_score import rouge_scorer, tokenizers
 
     tokenizer = tokenizers.DefaultTokenizer(stem)

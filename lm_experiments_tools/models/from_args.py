@@ -185,10 +185,7 @@ def make_optimizer(
     model: nn.Module | Iterable[tuple[str, Tensor]],
     rules: Sequence[tuple[str, Mapping[str, Any]]],
 ) -> Optimizer:
-    """Build the optimizer that flags describe for a model or for (name, parameter) pairs.
-
-    `rules` are those of `OptimizerArgs.group_rules`.
-    """
+    """Build the optimizer that flags describe for a model or for (name, parameter) pairs."""
     return build_optimizer(
         model,
         name=args.optimizer,

@@ -68,7 +68,6 @@ def pretrained_settings(given: Mapping[str, Any], tokenizer_flags: Sequence[str]
     that it recorded, even if `best` or `last` of the other run has moved. Paths are relative to `working_dir`.
 
     Args:
-        given: the flags that the user has set; they get no default.
         tokenizer_flags: flags that name the tokenizer; the first is set if none is given.
     """
     named, folder = str(given["from_pretrained"]), str(given.get("working_dir", "."))

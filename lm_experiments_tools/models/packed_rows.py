@@ -1,11 +1,8 @@
 """Packed rows for masked language models: a row holds several documents that do not attend to each other.
 
 Positions restart with each document. Models that accept `segment_ids` (modeling_bert) isolate documents themselves.
-For encoders of transformers, `prepare` makes a mask from `position_ids`, within the model's own mask (full or sliding
-window):
-
-    position_ids    0 1 2 0 1 0     a document begins at every 0
-    segments        1 1 1 2 2 3     tokens attend to those with the same number
+For encoders of transformers, `prepare` makes a mask from `position_ids`, where each 0 begins a document, within the
+model's own mask (full or sliding window).
 
 The mask is dense, [batch, 1, length, length], and made once per forward pass for each type of layer.
 """
@@ -34,8 +31,7 @@ Transform = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 def prepare(model: PreTrainedModel) -> Transform | None:
     """Prepare a model for packed rows (several documents each). Raises UserError.
 
-    Models that accept `segment_ids` isolate documents themselves. An encoder of transformers does so by a mask of its
-    attention interface, if it declares `_supports_attention_backend` and accepts `position_ids`.
+    An encoder of transformers must declare `_supports_attention_backend` and accept `position_ids`.
 
     Returns:
         A `batch_transform_fn` that replaces `segment_ids` by `position_ids`; None if the model accepts `segment_ids`.

@@ -68,10 +68,7 @@ def pretrained_model(
     label_names: Sequence[str] = (),
     files: ModelFiles | None = None,
 ) -> nn.Module:
-    """Load the pre-trained model that flags describe; `requires_grad` marks the parameters to train. Raises UserError.
-
-    `label_names` determine size and labels of an encoder's head.
-    """
+    """Load the pre-trained model of the flags; `requires_grad` marks the trained parameters. Raises UserError."""
     if args.peft is not None and args.from_pretrained is None:
         raise UserError(f"--peft {args.peft} needs --from_pretrained: the adapter is saved without its base model.")
     if args.quantize is not None and args.peft is None and _resumes(args):
@@ -421,7 +418,6 @@ def _set_up_special_tokens(
 
 
 def _set_up_generation(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Set the padding, end and decoder start tokens that `generate` uses."""
     settings = getattr(model, "generation_config", None)
     if settings is None:
         return

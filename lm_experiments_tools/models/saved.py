@@ -54,7 +54,6 @@ class Opened:
 
     Attributes:
         model: in float32 on the CPU, in evaluation mode; an adapter is merged into its base.
-        is_merged: True if an adapter was merged into its base model.
     """
 
     source: Source
@@ -108,7 +107,6 @@ def open_saved(name: str, model_cls: str | None = None, flag: str = "--from_pret
 
     Args:
         model_cls: module:Class; None takes the class in config.json, or the user's own one that the run used.
-        flag: the flag that names the model, for messages.
     """
     source = find_source(name, flag)
     if source.is_file:
@@ -164,10 +162,7 @@ def position_of(checkpoint: Path) -> dict[str, int]:
 
 
 def loaded(cls: type, folder: str, name: str | None = None) -> PreTrainedModel:
-    """Load a model by `cls.from_pretrained`; UserError unless the files have all of its weights and no others.
-
-    `name` is that of error messages, by default `folder`.
-    """
+    """Load a model by `cls.from_pretrained`; UserError unless the files have all of its weights and no others."""
     name, called = name or folder, cls.__name__
     with refusals_named(f"{name}: it cannot be read as {called}"), quiet_loading(), torch.random.fork_rng(devices=[]):
         config_cls, known = getattr(cls, "config_class", None), {}

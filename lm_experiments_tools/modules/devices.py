@@ -59,10 +59,7 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def align_model(model: nn.Module) -> None:
-    """Move a model's parameters and buffers to aligned memory addresses, so that equal weights give equal results.
-
-    See `aligned` for the reason.
-    """
+    """Move a model's parameters and buffers to aligned memory addresses, so that equal weights give equal results."""
     for tensor in chain(model.parameters(), model.buffers()):
         if type(tensor.data) is torch.Tensor:  # not a shard (DTensor)
             tensor.data = aligned(tensor.data)

@@ -84,7 +84,6 @@ def register_variants(
     """Register models with transformers' AutoConfig and AutoModel classes, so that these load saved variants.
 
     Args:
-        config_cls: the class that AutoConfig returns.
         models: class of transformers (AutoModel, AutoModelForMaskedLM, ...) -> class of the model.
         architectures: class names in a config.json that may be read; other classes would lose keys and methods.
     """

@@ -34,7 +34,6 @@ class MemoryEstimate:
         phase: when the memory is largest: "forward", "backward" or "update".
         device: "cpu" or "cuda".
         args: the settings, with `--speed auto` replaced by what it chose.
-        prepared: the model, its optimizer and its batch from which the memory was estimated.
     """
 
     parts: dict[str, float]
@@ -48,7 +47,6 @@ class MemoryEstimate:
         return sum(self.parts.values())
 
     def lines(self) -> list[str]:
-        """Format the estimate as the lines of a table."""
         args, (model, _, batch, dtype) = self.args, self.prepared
         counts = [sum(p.numel() for p in model.parameters() if p.requires_grad or not only) for only in (False, True)]
         inputs = {name: " x ".join(map(str, batch[name].shape)) for name in ("input_ids", "labels")}
