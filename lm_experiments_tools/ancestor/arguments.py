@@ -134,7 +134,6 @@ def settings_of(args: Any, mixed_precision: str | None = None, *, validates: boo
 
     Args:
         mixed_precision: the Accelerator's setting, used instead of `fp16`; None without an Accelerator.
-        validates: True if there is a `valid_dataloader`.
     """
     notice("TrainerArgs for HfArgumentParser", _TODAY)
     given = {f.name: getattr(args, f.name, None) for f in fields(TrainerArgs)}

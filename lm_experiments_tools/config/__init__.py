@@ -1,4 +1,1 @@
-"""Arguments of the scripts, and how they are read from the command line and YAML files.
-
-Modules here import only the top-level files of the package.
-"""
+"""Arguments of the scripts, and how they are read from the command line and YAML files."""

@@ -64,10 +64,8 @@ def parse(
 
     Args:
         args_class: dataclass whose base classes are the groups of `--help`.
-        argv: arguments without the program name; `sys.argv[1:]` by default.
         description: first paragraph of `--help`.
         inherit: given the settings so far, returns name -> (value, origin) of values that override the defaults.
-        program: program name for `--help`; the script's by default.
         resolve: `module:function` that fills in automatic choices for `--print_config`, from arguments and origins.
 
     Returns:
@@ -115,7 +113,6 @@ def parse(
 
 
 def _show(args: Any, origins: dict[str, str], resolve: str | None, *, is_dry_run: bool) -> None:
-    """Print what `--print_config` or `--dry_run` asks for."""
     if is_dry_run and launcher_rank() != 0:
         return
     if resolve is not None:

@@ -44,8 +44,6 @@ def help_text(args_class: type, files_class: type, topic: str, description: str 
     """Return the text that `--help` prints. UserError for an unknown topic.
 
     Args:
-        args_class: dataclass whose base classes are the groups.
-        files_class: the group of flags about settings files, shown last.
         topic: "" for the essential flags, "all", or the name of a group or a flag.
     """
     flags, texts = flags_of(args_class, files_class), help_texts(args_class) | help_texts(files_class)

@@ -30,7 +30,6 @@ class ObjectiveFacts:
     Attributes:
         objective_class: `module:Class` of the `Objective`.
         models: kinds of model that can be trained with it ("encoder", "encoder-decoder", "decoder").
-        reads: the objective-specific flags that it uses.
     """
 
     objective_class: str = ""
@@ -96,7 +95,6 @@ class DenoiserSpec:
         mode: "R", "X" or "S", which selects the mode token.
         mean_noise_span_length: tokens per masked span; None for prefix LM (S).
         noise_density: fraction of tokens that the model predicts.
-        weight: relative sampling rate.
     """
 
     mode: str

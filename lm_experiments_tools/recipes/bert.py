@@ -97,7 +97,6 @@ def bert_metrics(batch: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[s
     """Count correct predictions of masked tokens and of sentence pairs: name -> (number correct, number of all).
 
     Args:
-        batch: inputs and labels of a micro-batch.
         outputs: "prediction_logits" (or "logits" for a model with one head), float[rows, length, vocabulary] or
             [masked tokens, vocabulary]; "seq_relationship_logits", float[rows, 2].
     """
@@ -165,7 +164,6 @@ def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend, tokenizer
 
 
 def bert_tokenizer(args: BertPretrainingArgs) -> Tokenizer:
-    """Load the tokenizer that the flags name."""
     if args.tokenizer is not None:
         return build_tokenizer("HFTokenizer", name_or_path=args.tokenizer)
     kind = "BertWordPieceLowerCase" if args.lower_case else "BertWordPieceCase"

@@ -111,7 +111,6 @@ def described(
 
     Args:
         is_new: True if the folder was made for this start; a start that is refused removes it.
-        trained: returns the loop of a run that has ended.
         commands: f(quoted run directory) -> shell commands that read the trained model; None for a call of
             `PreTrainer.train`, which no command has started.
     """
@@ -188,12 +187,10 @@ class PretrainingData:
     """Data of a pre-training run.
 
     Attributes:
-        vocabulary: tokenizer of the data.
         vocabulary_size: number of embeddings needed: greater than any token id.
         train: endless batches of this worker; None with `--validate_only` (seqio: the source of validation data).
         valid: validation examples of this worker; None without validation data.
         tokenizer_dir: folder with Hugging Face tokenizer files; None without `--model_path`.
-        objective: objective and size of the data, for the log.
     """
 
     vocabulary: Any
@@ -333,10 +330,7 @@ def distilled_loss(args: PretrainingArgs, backend: Backend, student: nn.Module, 
 
 
 def save_tokenizer(args: ExperimentArgs, backend: Backend, save: Callable[[Path], object]) -> Path | None:
-    """Write the tokenizer by `save` to the run directory, from where checkpoints copy it.
-
-    Returns the folder; None without `--model_path`.
-    """
+    """Write the tokenizer by `save` to the run directory, from where checkpoints copy it."""
     if args.model_path is None or args.validate_only:
         return None
     folder = Path(args.model_path) / "tokenizer"

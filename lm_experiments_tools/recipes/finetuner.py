@@ -450,7 +450,6 @@ class FineTuner:
 
 
 def _changed(args: FinetuningArgs | None, settings: dict[str, Any]) -> FinetuningArgs:
-    """Arguments with these settings."""
     if settings.get("iters") is not None and settings.get("epochs") is not None:
         raise UserError("iters and epochs exclude each other: both say how long to train.")
     return changed_args(FinetuningArgs, args, settings, owner="FineTuner", refused=_REFUSED, as_flag=_as_flag)

@@ -86,10 +86,7 @@ class Finetuning(Recipe):
 
 
 def with_new_tokens(args: FinetuningArgs, tokenizer: PreTrainedTokenizerBase) -> FinetuningArgs:
-    """Put the trainable tokens of `--peft new_tokens` before the prefix of every input.
-
-    Other arguments are returned unchanged.
-    """
+    """Put the trainable tokens of `--peft new_tokens` before the prefix of every input."""
     new = new_token_prefix(tokenizer)
     return replace(args, prefix=new + args.prefix) if new and args.task != "instructions" else args
 
@@ -234,8 +231,7 @@ def _probe(length: int, vocab_size: int, model_type: str) -> dict[str, Tensor]:
 def evaluate_last(trainer: TrainingLoop, data: FinetuningData) -> None:
     """Evaluate the test data after training. With `--save_best`, the best checkpoint is loaded and validated first.
 
-    Raises:
-        SystemExit: with 128 + signal number, after a signal.
+    Raises SystemExit: with 128 + signal number, after a signal.
     """
     args, state = trainer.args, trainer.state
     with trainer.signals, trainer.tracking():

@@ -85,10 +85,8 @@ class FinetuningData:
     Attributes:
         train: endless batches of this worker; None with `--validate_only`.
         splits: "valid" and "test", if they have data.
-        label_names: names of the classes by index.
         label_words: text that an encoder-decoder generates for each label.
         sentence_names: names of the sentences' fields; an encoder-decoder reads them before the sentences.
-        objective: task and size of the data, for the log.
     """
 
     train: TrainLoader | None
@@ -140,7 +138,6 @@ class _Reader:
         return data
 
     def _labels(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of the labels, and their words."""
         args = self.args
         if args.task not in LABEL_TASKS:
             return (), ()

@@ -63,7 +63,6 @@ def _lengths(lengths: np.ndarray) -> str:
 
 
 def _first(rows: Ragged, tokenizer: Any) -> str:
-    """The tokens of the first row."""
     ids = rows.flat(np.zeros(1, np.int64)).tolist()
     more = f" ... ({len(ids)} in all)" if len(ids) > _TOKENS else ""
     return " ".join(map(str, tokenizer.convert_ids_to_tokens(ids[:_TOKENS]))) + more

@@ -44,8 +44,7 @@ def fast(method: Callable[..., T]) -> Callable[..., T]:
 def stop_button(trained: Callable[[], TrainingLoop]) -> Iterator[None]:
     """Context in which Ctrl-C ends training, not the program: in a notebook and at Python's prompt.
 
-    Raises:
-        RunError: no update has been made.
+    Raises RunError: no update has been made.
     """
     try:
         yield
@@ -62,11 +61,7 @@ def stop_button(trained: Callable[[], TrainingLoop]) -> Iterator[None]:
 
 
 def as_flag(name: str, value: Any, default: Any) -> Any:
-    """Convert a setting to the type of its flag: paths to text, lists and single names to tuples, model_path none.
-
-    Args:
-        default: the flag's default.
-    """
+    """Convert a setting to the type of its flag: paths to text, lists and single names to tuples, model_path none."""
     if isinstance(default, tuple):
         values = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
         return tuple(str(item) if isinstance(item, Path) else item for item in values)
@@ -88,9 +83,7 @@ def changed_args(
 
     Args:
         args: arguments to change; None for new ones.
-        owner: name of the class that takes the settings, for error messages.
         refused: settings that only a script takes: name -> script.
-        as_flag: converts a setting to the type of its flag.
 
     Raises:
         UserError: an unknown, refused or impossible setting.
@@ -112,11 +105,7 @@ def changed_args(
 
 
 def save_folder(folder: Path, backend: Backend, model: nn.Module, write: Callable[[Path], object]) -> None:
-    """Save a model as a folder for `from_pretrained`; collective.
-
-    Args:
-        write: writes the tokenizer and other files into the folder.
-    """
+    """Save a model as a folder for `from_pretrained`; collective."""
     state = backend.state.model_state() if backend.unwrap() is model else None
 
     def save() -> None:

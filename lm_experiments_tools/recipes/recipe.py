@@ -51,11 +51,7 @@ VALID_SAMPLES = 512
 class Recipe(ABC):
     """Base class of a training script's run, which builds and executes it from its arguments.
 
-    Args:
-        args, origins: settings and where their values came from, returned by `cli.parse`.
-
     Attributes:
-        script: name of the script in the names of run directories.
         backend, data, trainer: set by `run`; data and trainer change with each phase.
     """
 
@@ -97,7 +93,6 @@ class Recipe(ABC):
             self.data.train.close()
 
     def train_or_validate(self) -> None:
-        """Train the model, or only validate it."""
         args, trainer = self.trainer.args, self.trainer
         with out_of_memory_explained(args):
             if not args.validate_only:
@@ -287,10 +282,7 @@ def _place(args: PretrainingArgs) -> tuple[int, int, Path | None]:
 def with_models(
     phases: Sequence[Phase], backend: Backend, tokens: Mapping[str, int | None]
 ) -> list[tuple[Phase, ModelSource]]:
-    """Find the model source of each phase, and check the patterns of `--trained`. Raises UserError.
-
-    `tokens` are the special tokens of the vocabulary, see `model_source`.
-    """
+    """Find the model source of each phase, and check the patterns of `--trained`. Raises UserError."""
     found = [(phase, model_source(phase.args, backend, tokens)) for phase in phases]
 
     def check(phase: Phase, source: ModelSource) -> None:

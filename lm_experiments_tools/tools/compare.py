@@ -43,8 +43,7 @@ class CompareArgs:
 def run(args: CompareArgs) -> None:
     """Print the tables that compare runs. Problems with single runs go to stderr.
 
-    Raises:
-        UserError: no run can be read.
+    Raises UserError: no run can be read.
     """
     from lm_experiments_tools.tools.evaluate import table
 
@@ -104,10 +103,6 @@ class Run:
         """Return the line of metrics.jsonl that has the best value of a metric; None if the metric was not measured.
 
         The direction is `--optimize_mode` for the run's own metric, otherwise `metrics.lower_is_better`.
-
-        Args:
-            name: name of the metric.
-            split: name of the data.
         """
         from lm_experiments_tools.metrics import lower_is_better
 
@@ -253,7 +248,6 @@ def _settings(run: Run) -> dict[str, Any]:
 
 
 def _progress(run: Run) -> dict[str, str]:
-    """Progress of a run, a row of a table."""
     newest = {name: max((r[name] for r in run.records if r.get(name) is not None), default=None) for name in _POSITION}
     row = {"run": run.name, "state": run.state}
     row |= {name: "-" if value is None else f"{value:,.0f}" for name, value in newest.items()}

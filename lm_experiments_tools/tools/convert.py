@@ -90,7 +90,6 @@ def run(args: ConvertArgs) -> None:
 
 
 def _model(args: ConvertArgs) -> PreTrainedModel:
-    """The model with the weights of the source."""
     from lm_experiments_tools.checkpoint.weights import load_weights
     from lm_experiments_tools.models.build import build_model, load_model_config
     from lm_experiments_tools.modules.user_classes import get_cls_by_name

@@ -40,8 +40,7 @@ _TIMED_STEPS = 2  # after one that allocates
 def show(args: Any, origins: Mapping[str, str]) -> None:
     """Print settings, data, memory and time of a run. Data and model are opened as the run would open them.
 
-    Raises:
-        UserError: the data or the model cannot be used.
+    Raises UserError: the data or the model cannot be used.
     """
     print("settings that are given")
     print("\n".join(f"  {line}" for line in to_yaml(args, origins).splitlines() if "  # " in line))

@@ -88,7 +88,6 @@ def run(args: EvaluateArgs, origins: Mapping[str, str]) -> None:
 
 
 def _on_data(args: EvaluateArgs, given: Mapping[str, Any]) -> Iterator[Row]:
-    """A row for each model and split."""
     from lm_experiments_tools.checkpoint.source import find_source
 
     for name in args.checkpoints:
@@ -112,7 +111,6 @@ def _evaluated(name: str, settings: Mapping[str, Any]) -> list[Row]:
 
 
 def _by_suite(args: EvaluateArgs, given: Mapping[str, Any]) -> Iterator[Row]:
-    """A row for each checkpoint."""
     from lm_experiments_tools.tools.suites import Suite, checkpoints_of, measured
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "HOROVOD_RANK" in os.environ:

@@ -221,7 +221,6 @@ def filled(text: str, output: str) -> str:
     """Fill the blanks of a text: replace each sentinel by the words that the model wrote for it.
 
     Args:
-        text: text with sentinels such as <extra_id_0>.
         output: the model's output, in which each sentinel precedes its words. A sentinel that it lacks stays.
     """
     parts = _SENTINEL.split(output)

@@ -57,9 +57,7 @@ class Loading(NamedTuple):
 
     Attributes:
         code: Python code that loads `model` from a variable `folder`.
-        note: a sentence on what the code requires.
         reader: f(folder) -> the class whose `from_pretrained` the code calls.
-        options: arguments of `from_pretrained`.
     """
 
     code: str
@@ -131,10 +129,7 @@ def check_folder(folder: Path, loading: Loading, inputs: dict[str, Tensor], expe
 
 
 def example_inputs(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Build a small batch on which logits are compared: two rows of 12 token ids.
-
-    For an encoder-decoder it also has the decoder's ids.
-    """
+    """Build a small batch on which logits are compared: two rows of 12 token ids."""
     generator = torch.Generator().manual_seed(0)
     rows = model.get_input_embeddings().num_embeddings
     inputs = {"input_ids": torch.randint(rows, (2, 12), generator=generator)}
@@ -161,7 +156,6 @@ def difference(found: Tensor, expected: Tensor) -> str:
 
 
 def _library_class(opened: Opened) -> Loading:
-    """A class of transformers or of this package."""
     cls = type(opened.model)
     package = _package(cls)
     name, is_ours = opened.reader or cls.__name__, package != "transformers"

@@ -26,7 +26,6 @@ class Rendering:
     """How `lmtools inspect` prints a sample of a batch.
 
     Attributes:
-        decode: converts token ids to text.
         shown: names of special ids, such as {0: "<pad>"}.
         labels_at_inputs: True if labels are predicted at the input positions (masked LM), not by a decoder.
     """
@@ -49,9 +48,7 @@ def training_section(
 
     Args:
         batches: global batches; a worker gets the rows `rank::world_size`.
-        samples_per_epoch: None if unknown.
         is_whole: False if only the first documents are inspected.
-        args: arguments of the run, with `SampleArgs`.
         facts: (name, value) lines that come first.
     """
     wanted = min(MEASURED_MICRO_BATCHES, ceil((samples_per_epoch or 1 << 62) / args.batch_size))

@@ -12,16 +12,12 @@ SHOWN_CHARACTERS = 300
 
 
 def show_examples(split: str, examples: Sequence[Mapping[str, Any]]) -> None:
-    """Log validation examples with predictions, see `example_lines`."""
     for example in examples:
         logger.info("\n".join(example_lines(split, example)))
 
 
 def example_lines(split: str, example: Mapping[str, Any]) -> list[str]:
-    """Format a validation example as lines of text: its name ("id"), then one indented line for each value.
-
-    "references" is a list, with a line for each.
-    """
+    """Format a validation example as lines of text: its name ("id"), then one indented line for each value."""
     lines = [f"{split} example {example['id']}"]
     for name, value in list(example.items())[1:]:
         values = value if name == "references" else [value]

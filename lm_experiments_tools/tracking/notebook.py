@@ -20,7 +20,6 @@ class LiveCurve:
         self._display: Any = None
 
     def add(self, split: str, step: int, loss: float) -> None:
-        """Add a point and redraw the curve."""
         from IPython.display import display
 
         self.points.setdefault(split, []).append((step, loss))

@@ -124,7 +124,6 @@ class Tracker:
         """Write the metrics of one split at one step to metrics.jsonl, TensorBoard, other services and the console.
 
         Args:
-            split: "train", "valid", ...
             step, samples, tokens: updates applied, examples and tokens consumed so far, over all workers.
             metrics: means over `split`. TensorBoard tags are `{name}/iterations/{split}`, `{name}/samples/{split}` and
                 `{name}/tokens/{split}`.
