@@ -59,6 +59,7 @@ def draw_integers(key: int, epochs: np.ndarray, samples: np.ndarray, num_integer
 
     Args:
         epochs: int64[n], the epoch of each sample, below 2**32.
+        samples: int64[n], numbers of the samples.
 
     Returns:
         uint64[num_integers, n], uniform on [0, 2**32).

@@ -173,7 +173,7 @@ class WorkerPool:
         self._death: Exception | None = None  # of the first worker, raised by all later requests
 
     def submit(self, request: Any) -> "Future[Any]":
-        """Send a request to the next idle worker and return a future of the answer."""
+        """Send a request to the next idle worker; return a future of the answer or of the errors of `Worker.ask`."""
         return self._threads.submit(self._ask, request)
 
     def _ask(self, request: Any) -> Any:

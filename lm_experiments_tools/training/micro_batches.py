@@ -142,6 +142,7 @@ def split_batch(
         names: arguments of the model's forward; other entries reach only metric functions.
         has_decoder: labels are a second sequence, whose tokens are counted too.
         trim_to: cut columns that are padding in all rows, to a width that is a multiple of this.
+        token_bytes: int64 [vocabulary], UTF-8 bytes of each token, to count the bytes of valid `labels`.
     """
     tensors, num_rows = _checked(batch, names)
     # What is counted is read here, on the host, so that counting never waits for the device.

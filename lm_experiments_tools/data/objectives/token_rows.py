@@ -119,7 +119,7 @@ class TokenRows:
     # ---- tokens ----
 
     def starts_of(self, epochs: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return the index int64[n] of the first token of each row in the token stream."""
+        """Return the index int64[n] in the token stream of the first token of each row, given row numbers int64[n]."""
         shifts = np.array([epoch_shift(self.seed, epoch, self.num_tokens) for epoch in epochs.tolist()], np.int64)
         return (shifts + self._offsets(rows)) % self.num_tokens
 
