@@ -35,9 +35,11 @@ class Metric:
             numbers by name. It may have keyword-only parameters: groups (task of each example), num_labels,
             positive_label (index), num_tokens (int64[examples], generated tokens) and bleu_tokenize. None: computed by
             the training loop.
+        tasks: kinds of task that it is for.
         scale: range of the values, for the documentation.
         values: names of the values; empty if there is one value with the metric's name.
         usual_for: tasks for which it is a default metric.
+        lower_is_better: True if a smaller value is better.
         needs_references: False if it can be computed without labels or targets.
         package: name of the required package, and `module`, the module to import.
         prepare: called with the same keywords before the evaluation starts; raises UserError.
