@@ -117,10 +117,11 @@ def test_the_settings_of_a_run_are_read_as_they_are(vocab, text, capsys):
     (text / "run.yaml").write_text(
         f"data_path: text.jsonl\nvocab: {vocab}\nmodel_cfg: nowhere.json\nmodel_path: run\nlr: 1e-3\n"
         "input_seq_len: 16\noptimizer: Adafactor\nvalidate_only: true\n"
-        "valid_data_path: elsewhere.jsonl\n"
+        "valid_data_path: text.jsonl\n"
     )
     assert main(["inspect", "--config", "run.yaml"]) == 0
-    assert "16 inputs" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "16 inputs" in printed and "validation: text.jsonl" in printed
     assert not (text / "run").exists()
 
 
