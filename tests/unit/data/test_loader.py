@@ -62,14 +62,6 @@ def test_several_sources_are_read_as_one():
         np.testing.assert_array_equal(parts.batch(numbers)[name], values)
 
 
-def test_no_tokens_and_foreign_tokens_are_refused():
-    with pytest.raises(UserError, match="empty"):
-        dataset(tokens=[])
-    negative = SimpleNamespace(tokens=np.array([5, -1], np.int32), fingerprint="x")
-    with pytest.raises(UserError, match="id -1"):
-        dataset(tokens=negative)
-
-
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_global_batches_are_the_same_for_any_number_of_workers(world_size):
     one = take(TrainLoader(dataset(), 8), 15)  # more than three epochs of 30

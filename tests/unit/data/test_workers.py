@@ -46,18 +46,6 @@ def work(caller):
     caller.serve(calculate)
 
 
-class Unreadable:
-    """Can be pickled, but not unpickled."""
-
-    def __reduce__(self):
-        return int, ("x",)
-
-
-def test_settings_that_cannot_be_unpickled_end_the_worker():
-    with Worker(work, Unreadable()) as worker, pytest.raises(WorkerEnded, match="exit code 1"):
-        worker.receive()
-
-
 def test_a_worker_answers_by_its_settings_and_ends_with_the_block():
     with Worker(work, 10) as worker:
         assert [worker.ask(number) for number in range(3)] == [10, 11, 12]

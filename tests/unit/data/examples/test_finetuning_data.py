@@ -7,7 +7,6 @@ import logging
 import random
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq
@@ -17,7 +16,6 @@ from lm_experiments_tools.data.text.records import RejectedRecords, rows
 from lm_experiments_tools.data.text.sources import file_of_split
 from lm_experiments_tools.labels import IGNORED_LABEL
 from tests.helpers.finetuning_toys import WORDS, pairs, read, word_tokenizer, write_json
-from tests.helpers.padding import padding
 from tests.helpers.real_data import DATA, lacking
 
 VOCABS = DATA / "vocabs"
@@ -338,13 +336,6 @@ def test_sentences_and_labels_of_glue_are_found(name, tmp_path):
     assert (example.source, example.targets, example.label) == ("p: " + text, ("yes",), 0)
 
 
-def test_folder_gives_the_file_of_each_split(tmp_path):
-    for name in ("train.tsv", "dev_matched.tsv", "test.jsonl"):
-        (tmp_path / name).write_text("x\n")
-    files = [file_of_split(str(tmp_path), split) for split in ("train", "valid", "test")]
-    assert files == [str(tmp_path / name) for name in ("train.tsv", "dev_matched.tsv", "test.jsonl")]
-
-
 @pytest.mark.parametrize(
     ("labels", "expected"),
     [
@@ -394,16 +385,6 @@ def test_causal_lm_predicts_every_token_of_the_documents_once(tmp_path):
             found.update((a, b) for a, b in zip(ids[:-1], labels[1:], strict=True) if b != IGNORED_LABEL)
     assert found == follows
     assert len(data.train.dataset) == -(-len(stream) // 7)
-
-
-def test_buckets_leave_little_padding_on_real_data(t5, tmp_path):
-    path = head(SCITLDR / "train.json", 512, tmp_path)
-    dataset = read(t5, data_path=(path,), batch_size=8, gradient_accumulation_steps=4).train.dataset
-    numbers = np.arange(512)
-    assert padding(dataset, 8, dataset.arrangement(numbers)) < 0.10 < 0.30 < padding(dataset, 8, numbers)
-    assert "buckets of 32 rows" in dataset.describe()
-    lengths = dataset.lengths(np.arange(512))
-    assert lengths.shape == (2, 512) and lengths[1].max() < 128
 
 
 def test_causal_lm_of_a_folder_validates_on_its_validation_file(tmp_path):

@@ -199,9 +199,7 @@ class Returning(Objective):
         ("encoder-decoder", lambda row: {"input_ids": row}, "has no labels: return both"),
         ("encoder-decoder", lambda row: {"input_ids": row + 0.5, "labels": row}, "input_ids of type float64"),
         ("encoder-decoder", lambda row: {"input_ids": row[None], "labels": row}, "return one row of integers"),
-        ("encoder-decoder", lambda row: {"input_ids": None, "labels": row}, "return one row of integers"),
         ("encoder-decoder", lambda row: {"input_ids": row + 10**6, "labels": row}, "but the vocabulary has"),
-        ("encoder-decoder", lambda row: {"input_ids": row, "labels": row - 10**6}, "but the vocabulary has"),
         ("encoder-decoder", lambda row: {"input_ids": row, "labels": row, "attention_mask": row}, "leave it out"),
         (
             "encoder-decoder",
@@ -209,7 +207,6 @@ class Returning(Objective):
             "16 decoder_input_ids and 16 labels, without EOS: return 17",
         ),
         ("decoder", lambda row: {"input_ids": row, "labels": row[:-1]}, "the decoder needs as many"),
-        ("encoder-decoder", lambda row: {"input_ids": [[1], [2, 3]], "labels": row}, "lists of lists .*one row of"),
         (
             "encoder-decoder",
             lambda row: {"input_ids": row, "labels": row, **({"token_type_ids": row} if row[0] // 16 % 2 else {})},

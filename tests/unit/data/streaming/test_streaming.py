@@ -316,10 +316,6 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
             r"more than 100 bad lines: 101 so far, the first is .*numbers.jsonl:\d+: .*not a string; they are",
         ),
         (
-            {"data_path": ("NUMBERS",), "text_key": "id"},
-            r"more than 100 bad lines: 101 so far, .*numbers\.jsonl:\d+: no key 'id'.*--text_key",
-        ),
-        (
             {"data_path": ("NUMBERS",), "text_key": "id", "max_bad_lines": 1000},
             r"no document in .*numbers\.jsonl: \d+ bad lines and nothing else \(the first: .*numbers\.jsonl:\d+: "
             r"no key 'id' \(there is 'text'\); see .*bad_lines\.jsonl\); name .* by --text_key",
