@@ -108,13 +108,6 @@ def test_damage_is_an_error_message_and_the_rest_is_shown(copied, capsys):
         assert "has logged nothing yet" in " ".join(read_run(copied / "a").problems)
 
 
-def test_nothing_to_show_is_an_error(tmp_path, capsys):
-    assert main(["compare", str(tmp_path)]) == 2
-    assert main(["compare"]) == 2
-    error = capsys.readouterr().err
-    assert "there is no run to show" in error and "name the run directories" in error
-
-
 def test_the_newest_settings_that_trained_are_compared(copied):
     config = json.loads((copied / "b" / "config.json").read_text())
     (copied / "b" / "config.1.json").write_text(json.dumps({**config, "lr": 0.5, "COMMIT": "abc", "MACHINE": "b"}))
