@@ -1,4 +1,4 @@
-"""TensorBoard files read back with TensorBoard's own reader, the metrics record, the console line, the curve."""
+"""TensorBoard files read back with TensorBoard's own reader, and the metrics record."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lm_experiments_tools.files import to_jsonable
-from lm_experiments_tools.tracking.tracker import ConsoleLine, Tracker, save_metrics
+from lm_experiments_tools.tracking.tracker import Tracker, save_metrics
 
 # tensorboard's reader imports TensorFlow where it is installed, unless this marker of its own can be imported
 sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf"))
@@ -159,17 +159,6 @@ print([name for name in ("tensorflow", "horovod", "accelerate", "transformers", 
 """
     result = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert result.stdout == "[]\n"
-
-
-def test_console_line():
-    line = ConsoleLine(65536)
-    numbers = {"lr": 9.8e-3, "gradients_global_norm": 0.61, "tokens_per_second": 41234.0, "memory_mib": 61.2 * 1024}
-    numbers |= {"data_wait_fraction": 0.018, "seconds_per_step": 33120 / (65536 - 1200), "skipped_updates": 0}
-    assert line.format("train", 1200, {"loss": 2.431}, numbers) == (
-        "step 1200/65536 | loss 2.431 | lr 9.8e-03 | gnorm 0.61 | 41.2k tok/s | mem 61.2 GiB | data 1.8% | eta 9h12m"
-    )
-    assert line.format("valid", 3, {"loss": math.nan, "f1": 1e-5}, {}) == "step 3/65536 valid | loss nan | f1 1e-05"
-    assert "skipped 2" in line.format("train", 1, {}, {"skipped_updates": 2})
 
 
 def test_save_metrics_is_always_valid_json(tmp_path):
