@@ -120,16 +120,6 @@ def test_an_error_in_the_background_reaches_the_caller():
         take(loader, 40)
 
 
-def test_batches_have_torch_int64_tensors_of_fixed_shape():
-    loader = TrainLoader(dataset(), 7)
-    assert iter(loader) is loader and loader.samples_per_epoch == 30 and loader.global_batch == 7
-    for batch in take(loader, 10):
-        assert set(batch) == {"input_ids", "attention_mask", "labels"}
-        assert all(value.dtype == torch.int64 for value in batch.values())
-        assert batch["input_ids"].shape == batch["attention_mask"].shape == (7, 32)
-        assert batch["labels"].shape == (7, loader.dataset.members[0].objective.target_length)
-
-
 @pytest.mark.parametrize(
     ("world_size", "rows", "num_samples"),
     [(1, 7, None), (2, 4, None), (3, 7, None), (4, 30, None), (3, 4, 13), (4, 8, 1), (2, 4, 10_000)],

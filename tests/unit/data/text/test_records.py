@@ -264,16 +264,6 @@ def test_null_text_is_empty_text_and_nested_keys_are_followed(tmp_path):
     assert text_of({"meta": {"text": "b"}}, "meta.text") == "b"
 
 
-@pytest.mark.parametrize("number", [2, 90, 250])
-@pytest.mark.parametrize(
-    "row, bad_first", [({"content": "a"}, 0), ({"text": {"body": "a"}}, 0), ({"content": "a"}, 1)]
-)
-def test_a_wrong_key_names_the_flag_whatever_the_number_of_lines(tmp_path, number, row, bad_first):
-    (tmp_path / "a.jsonl").write_text("{\n" * bad_first + (json.dumps(row) + "\n") * number)
-    with pytest.raises(UserError, match="name the key of the text by --text_key"):
-        list(records([str(tmp_path / "a.jsonl")], "text", RejectedRecords(100)))
-
-
 def test_tables_and_json_lists_are_text_of_a_corpus_as_json_lines_are(tmp_path):
     rows = [{"id": str(n), "text": f'text; "{n}"'} for n in range(3)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -68,15 +68,6 @@ def test_same_bytes_for_any_number_of_workers_and_cutting(tmp_path, vocab, monke
     assert len(results[0][0]) > 7000
 
 
-def test_many_small_files_are_one_commit(tmp_path, vocab, monkeypatch):
-    for number in range(40):
-        write_jsonl(tmp_path / f"{number}.jsonl", [f"text number {number}"])
-    synced, fsync = [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(descriptor) or fsync(descriptor))
-    assert tokenize_corpus([str(tmp_path)], vocab, tmp_path / "t", workers=1)["num_documents"] == 40
-    assert len(synced) < 10
-
-
 def test_shards_of_another_text_are_removed_and_other_folders_left_alone(tmp_path, vocab):
     data = write_jsonl(tmp_path / "d.jsonl", make_texts(3))
     for name in ("t.shards", "t.shards-0123456789abcdef"):
