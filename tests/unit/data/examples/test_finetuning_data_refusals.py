@@ -163,12 +163,6 @@ def test_labels_of_one_number_are_one_label(tmp_path):
         read(word_tokenizer(), data_path=(path,), label_names=("2.0", "2"), **CLASSES)
 
 
-def test_labels_of_no_training_data_must_be_named(tmp_path):
-    valid = write(tmp_path / "b.jsonl", LABEL)
-    with pytest.raises(UserError, match="give --data_path or --label_names"):
-        read(word_tokenizer(), valid_data_path=valid, validate_only=True, **CLASSES)
-
-
 def test_a_tokenizer_without_an_end_of_text_is_a_sentence(tmp_path):
     path = write(tmp_path / "a.jsonl", GOOD)
     with pytest.raises(UserError, match="neither an eos nor a sep token"):
