@@ -10,7 +10,7 @@ from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.text.train_vocabulary import train_vocab
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools import corpus
-from lm_experiments_tools.tools.corpus import is_prose, paragraphs
+from lm_experiments_tools.tools.corpus import paragraphs
 
 DOCSTRING = """Return the mean of the values, ignoring what is missing.
 
@@ -65,21 +65,6 @@ PROSE = [
 
 def test_prose_of_a_docstring_and_nothing_else():
     assert list(paragraphs(DOCSTRING)) == PROSE
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("A sentence of ordinary words that is long enough to be kept.", True),
-        ("a sentence that begins in the middle of it is not kept at all.", False),
-        ("A sentence of ordinary words that is without an end", False),
-        ("Set FOO_BAR=1 BAZ=/x/y {a: b} and run x.y.z() to p[0] = q | r.", False),
-        ("Ein Satz in einer anderen Sprache gehört nicht in dieses Korpus.", False),
-        ("This work is distributed under the terms of the Apache License.", False),
-    ],
-)
-def test_what_counts_as_prose(text, expected):
-    assert is_prose(text) is expected
 
 
 @pytest.fixture
@@ -176,18 +161,12 @@ def test_corpus_is_the_same_again_and_nothing_moves_between_the_sets(installatio
     assert part[0] < whole[0] and part[1] <= whole[1]
 
 
-def test_corpus_refuses_what_is_not_its_own_and_an_empty_installation(installation, tmp_path, monkeypatch):
+def test_corpus_refuses_what_is_not_its_own(installation, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "train.jsonl").write_text("precious")
     with pytest.raises(UserError, match=r"train\.jsonl was not made by `lmtools corpus`"):
         build(tmp_path / "mine")
     assert (tmp_path / "mine" / "train.jsonl").read_text() == "precious"
-    (tmp_path / "none" / "pydoc_data").mkdir(parents=True)
-    (tmp_path / "none" / "pydoc_data" / "topics.py").write_text("topics = {}")
-    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(tmp_path / "none"))
-    with pytest.raises(UserError, match="too little documentation"):
-        build(tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_vocabulary_has_t5s_layout_exact_size_and_is_the_same_again(installation, tmp_path, monkeypatch):

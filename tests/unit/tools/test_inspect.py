@@ -119,20 +119,6 @@ def test_the_first_documents_only(vocab, text, capsys, counted_reads, flags):
     assert f"an epoch   of these documents has {examples:,} examples" in printed
 
 
-def test_the_first_documents_of_a_token_file(vocab, text, capsys):
-    assert inspect(vocab, "--samples", "0", "--documents", "99") == 0  # there are 40: all of them
-    assert "documents  40" in capsys.readouterr().out
-    assert inspect(vocab, "--samples", "0") == 0
-    whole = capsys.readouterr().out
-    (prefix,) = (str(path).removesuffix(".idx") for path in (text / ".cache" / "tokens").glob("*.idx"))
-    assert inspect(vocab, "--data_path", prefix, "--documents", "4", "--input_seq_len", "16", "--samples", "1") == 0
-    printed = capsys.readouterr().out
-    tokens = IndexedDataset(prefix)
-    assert number_of(printed, "documents") == 4
-    assert number_of(printed, "tokens") == sum(len(tokens[i]) for i in range(4)) < number_of(whole, "tokens")
-    assert "of these documents has" in printed and "of these documents" not in whole
-
-
 def test_text_is_tokenized_as_the_run_tokenizes_it(vocab, text, capsys):
     """Line ends that only `str.splitlines` knows are no line ends to the run."""
     odd = "word1 token2\x0bnumber3 word4\x85token5 number6\u2028word7\nword8 "

@@ -178,13 +178,3 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_left_out(run_of, monkeyp
     assert evaluate(run, "--suite", "lm_eval", "--tasks", "a") == 0
     assert [record["step"] for record in records(run, "lm_eval")] == [2]
     assert "step_000004 is left out: its run has removed it meanwhile" in caplog.text
-
-
-def test_a_run_without_checkpoints_and_several_workers(tmp_path, capsys, monkeypatch):
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    monkeypatch.setattr(suites.Suite, "check", lambda self: None)
-    assert evaluate(tmp_path / "run", "--suite", "lm_eval", "--tasks", "a") == 2
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert evaluate(tmp_path / "run", "--suite", "lm_eval", "--tasks", "a") == 2
-    error = capsys.readouterr().err
-    assert "has no checkpoint yet" in error and "measured by one process" in error
