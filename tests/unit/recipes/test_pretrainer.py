@@ -104,17 +104,6 @@ def test_refusals(work, settings, sentence):
         t5(work, **settings) if "model_cfg" not in settings else PreTrainer(**settings, data_path="text.jsonl", lr=1.0)
 
 
-def test_what_needs_a_model_or_a_folder_says_so(work):
-    run = t5(work, iters=1)
-    with pytest.raises(UserError, match="save: there is no model"):
-        run.save("mine")
-    with pytest.raises(UserError, match="the weights are random"):
-        run.evaluate()
-    run.train()
-    with pytest.raises(UserError, match="give both the same one, or save"):
-        run.train(iters=2)
-
-
 @pytest.mark.parametrize("make", [t5, bert])
 @pytest.mark.parametrize("validation", [{"valid_data_path": "text.jsonl"}, {"valid_fraction": 0.2}])
 def test_a_run_is_evaluated_and_then_trained_on(work, make, validation):
