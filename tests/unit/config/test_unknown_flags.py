@@ -29,16 +29,3 @@ def test_no_argument_of_transformers_scripts_is_answered_by_a_guess(script):
     names = script.__dataclass_fields__
     guesses = {name: said for name in others - names.keys() if "did you mean" in (said := suggestion(name, names))}
     assert guesses == {}
-
-
-@pytest.mark.parametrize(
-    ("script", "written", "said"),
-    [
-        (FinetuningArgs, "model_name_or_path", ": here it is called --from_pretrained."),
-        (FinetuningArgs, "num_train_epochs", ": here it is called --epochs."),
-        (FinetuningArgs, "do_train", ": leave it out,"),
-        (FinetuningArgs, "per_device_train_batch_size", ": here it is called --batch_size."),
-    ],
-)
-def test_a_name_of_transformers_leads_to_the_flag_of_this_script(script, written, said):
-    assert suggestion(written, script.__dataclass_fields__, "--").startswith(said)
