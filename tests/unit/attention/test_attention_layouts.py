@@ -24,7 +24,6 @@ from lm_experiments_tools.attention.layouts import (
     SPARSITY_CONFIGS,
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
-    FixedSparsityConfig,
     VariableSparsityConfig,
 )
 from lm_experiments_tools.errors import UserError
@@ -154,11 +153,6 @@ class TestNames:
             (
                 lambda: BigBirdSparsityConfig(1).make_layout(100),
                 "length of 100 is not a positive multiple",
-            ),
-            (lambda: FixedSparsityConfig(2, num_different_global_patterns=2), "different_layout_per_head=True"),
-            (
-                lambda: VariableSparsityConfig(1, attention="unidirectional", horizontal_global_attention=True),
-                "needs bidirectional",
             ),
             (lambda: BSLongformerSparsityConfig(1, global_block_end_indices=[0]), "do not fit"),
         ],
