@@ -162,15 +162,11 @@ print([name for name in ("tensorflow", "horovod", "accelerate", "transformers", 
 
 
 def test_save_metrics_is_always_valid_json(tmp_path):
-    class Odd:
-        def __str__(self):
-            return "odd"
-
     metrics = {"acc": np.float32(0.5), "t": torch.tensor([1, 2]), "nan": math.nan, "inf": np.float64("inf")}
-    metrics |= {"n": np.int64(3), "deep": {"a": (1, {2})}, "odd": Odd(), 5: None, "bf16": torch.tensor(1.5).bfloat16()}
+    metrics |= {"n": np.int64(3), "deep": {"a": (1, {2})}, 5: None, "bf16": torch.tensor(1.5).bfloat16()}
     save_metrics(tmp_path / "metrics.json", metrics)
     loaded = json.loads((tmp_path / "metrics.json").read_text(), parse_constant=pytest.fail)
-    expected = {"acc": 0.5, "t": [1, 2], "nan": None, "inf": None, "n": 3, "deep": {"a": [1, [2]]}, "odd": "odd"}
+    expected = {"acc": 0.5, "t": [1, 2], "nan": None, "inf": None, "n": 3, "deep": {"a": [1, [2]]}}
     assert loaded == {**expected, "5": None, "bf16": 1.5}
     before = (tmp_path / "metrics.json").read_bytes()
     with pytest.raises(RecursionError):
