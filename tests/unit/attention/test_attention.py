@@ -202,16 +202,6 @@ def test_a_bias_of_minus_infinity_takes_keys_out_and_a_row_of_them_gives_zeros(m
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-def test_a_learned_bucket_of_minus_infinity_gives_zeros_where_it_is_all_there_is():
-    q, k, v = tensors(1, 2, 20, 8)
-    (weight,) = tensors(32, 2, count=1)
-    with torch.no_grad():
-        weight[:, 0] = -torch.inf
-    output = block_sparse_attention(q, k, v, Layout(torch.ones(1, 5, 5), 4), T5Bias(weight), backend="blocks")
-    assert (output[:, 0] == 0).all() and (output[:, 1] != 0).all()
-    assert all(x.isfinite().all() for x in torch.autograd.grad(output.square().sum(), [q, k, v, weight]))
-
-
 # Dropout
 
 
@@ -235,12 +225,6 @@ def test_dropout_drops_each_weight_with_probability_p_and_scales_the_rest(backen
     for dims, size in (((0, 1, 2), 600), ((0, 1, 3), 600), ((2, 3), 10_000)):
         assert (kept.double().mean(dims) - 0.7).abs().max() < 5 * spread / size**0.5
     assert len(kept.flatten(0, 2).unique(dim=0)) == 600
-
-
-def test_dropout_of_nearly_everything_is_finite():
-    q, k, v = tensors(1, 2, 40, 8)
-    output = block_sparse_attention(q, k, v, dropout_p=0.999999, backend="blocks")
-    assert output.isfinite().all() and (output == 0).double().mean() > 0.9
 
 
 def test_dropout_follows_torchs_seed_and_not_the_head_dimension():
@@ -331,9 +315,3 @@ def test_lists_are_kept_for_the_lengths_used_last(layout, monkeypatch):
     assert len(layout_cache._cache) <= known + 5
     owner = layout_cache._DENSE if layout is None else layout
     assert len(layout_cache._cache[id(owner)]) == 4
-
-
-def test_a_layout_made_in_inference_mode_serves():
-    q, k, v = (x.detach() for x in tensors(1, 2, 64, 8))
-    with torch.inference_mode():
-        assert (block_sparse_attention(q, k, v, Layout(torch.zeros(1, 4, 4, dtype=torch.bool), 16)) == 0).all()

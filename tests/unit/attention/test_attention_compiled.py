@@ -54,15 +54,6 @@ def test_the_operator_is_what_it_tells_pytorch(is_packed):
     torch.library.opcheck(operator.operator, (q, k, v, weight, *[None] * 5, packed, *settings))
 
 
-def test_a_compiled_call_lays_out_its_output_as_layers_go_on_with_it():
-    traced = torch.compile(block_sparse_attention, fullgraph=True, backend="aot_eager")
-    (x,) = tensors(2, 20, 3, 2, 8, count=1, dtype=torch.float32)
-    q, k, v = x.permute(2, 0, 3, 1, 4)  # views of one product
-    output = traced(q, k, v, backend="blocks")
-    assert output.transpose(1, 2).is_contiguous()
-    assert torch.equal(output, block_sparse_attention(q, k, v, backend="blocks"))
-
-
 class Backward:
     """A backend of torch.compile that keeps the operations of backward passes."""
 

@@ -1,10 +1,10 @@
-"""State that attention keeps: constants for all later calls, and no matrix more than a backward pass needs."""
+"""State that attention keeps: a first call without training leaves constants that training can use."""
 
 import pytest
 import torch
 from torch import nn
 
-from lm_experiments_tools.attention import AttentionSpec, attend, positions
+from lm_experiments_tools.attention import positions
 from lm_experiments_tools.attention.kernels import bias as bias_module
 from lm_experiments_tools.attention.positions import AlibiPosition, RelativeBiasPosition
 
@@ -38,17 +38,6 @@ def test_a_first_call_that_does_not_train_leaves_training_as_it_was(around):
         assert factor.grad > 0 and all(parameter.grad.any() for parameter in scheme.parameters())
 
 
-def test_constants_are_copied_to_a_device_once():
-    for scheme in (scheme.to("meta") for scheme in schemes(24)):
-        first, second = (scheme.bias(5, 5, device="meta") for _ in range(2))
-        if isinstance(scheme, AlibiPosition):
-            assert first.slopes is second.slopes and first.slopes.is_meta
-        else:
-            settings = (scheme.bidirectional, 24, 91, scheme.weight.device)
-            assert first.table().is_meta
-            assert bias_module._table_buckets(*settings) is bias_module._table_buckets(*settings)
-
-
 def test_a_shared_bias_is_a_tensor_of_its_own():
     """Where parameters are gathered layer by layer, the parameter's memory is freed before the next layer reads it."""
     scheme = RelativeBiasPosition(8, 20, num_heads=2, bidirectional=True).double()
@@ -63,31 +52,3 @@ def test_a_shared_bias_is_a_tensor_of_its_own():
     scheme.weight.grad = None
     (scheme.bias(6, 6).dense(6, 6) * factors).sum().backward()
     torch.testing.assert_close(scheme.weight.grad * 2, twice)
-
-
-@pytest.mark.parametrize("output_attentions", [False, True])
-def test_a_mask_costs_eager_attention_no_matrix_for_the_backward_pass(output_attentions):
-    q, k, v = (torch.randn(2, 3, 9, 4, requires_grad=True) for _ in range(3))
-    padding = torch.tensor([[True] * 6 + [False] * 3, [False] * 9])
-    kept = {}
-    for key_padding_mask in (None, padding):
-        matrices = set()
-
-        def pack(x, matrices=matrices):
-            if x.is_floating_point() and x.shape[-2:] == (9, 9):
-                matrices.add(x.data_ptr())
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            _, weights = attend(
-                q,
-                k,
-                v,
-                AttentionSpec(key_padding_mask=key_padding_mask),
-                "eager",
-                output_attentions=output_attentions,
-            )
-        kept[key_padding_mask is None] = len(matrices)
-        assert (weights is not None) == output_attentions
-    assert not weights[1].any() if output_attentions else kept[True] > 0
-    assert kept[False] == kept[True] + output_attentions  # weights that are returned are kept by who asked for them

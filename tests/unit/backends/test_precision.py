@@ -1,21 +1,11 @@
-"""Precision schemes: a package of their own, and the loss scale after a skipped step."""
-
-import importlib.util
+"""The loss scale after a skipped step."""
 
 import pytest
 import torch
 from torch import nn
 
 from lm_experiments_tools.backends.backend import LocalBackend
-from lm_experiments_tools.backends.precision import LossScaledFp16, get_precision
-from lm_experiments_tools.errors import UserError
-
-
-def test_an_absent_apex_is_refused():
-    if importlib.util.find_spec("apex") is not None:
-        pytest.skip("apex is installed")
-    with pytest.raises(UserError, match="--apex_opt_lvl O1"):
-        get_precision(fp16=True, bf16=False, apex_opt_lvl="O1")
+from lm_experiments_tools.backends.precision import LossScaledFp16
 
 
 @pytest.mark.parametrize("gradient", [3e19, float("inf")])

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from lm_experiments_tools.checkpoint.weights import load_weights, save_model
 from lm_experiments_tools.errors import UserError
-from tests.helpers.checkpoint_toys import gathered_state, logits, random_t5, write
+from tests.helpers.checkpoint_toys import gathered_state, logits, random_t5
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -128,13 +128,3 @@ def test_tied_weights_do_not_silently_fill_an_untied_model(tmp_path):
     target = random_t5(tied=False)
     with pytest.raises(UserError, match=r"1 missing \(lm_head\.weight\), 0 unexpected"):
         load_weights(target, tmp_path)
-
-
-def test_sources_that_are_no_checkpoint(tmp_path):
-    with pytest.raises(UserError, match="does not exist"):
-        load_weights(random_t5(), tmp_path / "absent")
-    with pytest.raises(UserError, match="has no weights"):
-        load_weights(random_t5(), tmp_path)
-    write(tmp_path, 1)
-    with pytest.raises(UserError, match=r"name .*last or .* run directory"):
-        load_weights(random_t5(), tmp_path)

@@ -126,7 +126,6 @@ def test_flag_forms():
     ("argv", "words"),
     [
         (["--itres", "5"], ["--itres", "did you mean --iters?"]),
-        (["--iter", "5"], ["unknown flag --iter:", "did you mean --iters?"]),
         (["--train_batch_size", "5"], ["--train_batch_size", "--batch_size"]),
         (["5"], ["'5'", "belongs to no flag"]),
         (["--fp16", "maybe"], ["--fp16", "true or false", "'maybe'"]),
@@ -134,8 +133,6 @@ def test_flag_forms():
         (["--clip_grad_norm", "big"], ["--clip_grad_norm takes a number or none, not 'big'"]),
         (["--backend", "mpi"], ["--backend takes one of auto, horovod, accelerate, local, not 'mpi'"]),
         (["--iters"], ["--iters needs a value"]),
-        (["--iters", "--fp16"], ["--iters needs a value"]),
-        (["--iters="], ["--iters needs a value"]),
         (["--config", "absent.yaml"], ["absent.yaml", "No such file"]),
     ],
 )
@@ -149,12 +146,10 @@ def test_mistake_on_the_command_line_is_one_sentence(argv, words):
     [
         ("seed: 1\nitres: 5", ["run.yaml line 2", "'itres'", "did you mean iters?"]),
         ("iters: many", ["run.yaml line 1: iters takes a whole number, not 'many'"]),
-        ("iters: [1, 2]", ["line 1: iters takes a whole number"]),
         ("model:\n  lr: 1", ["line 1", "'model'"]),
         ("fp16: maybe", ["fp16", "true or false", "run.yaml line 1"]),
         ("lr: 1\nlr: 2", ["line 2: lr is set a second time", "line 1"]),
         ("- lr", ["must hold lines of `name: value`"]),
-        ("lr: [1", ["is not valid YAML"]),
         ("config: other.yaml", ["unknown setting 'config'"]),
         ("fp16: true\nbf16: true", ["fp16 is set in", "line 1", "bf16 is set in", "line 2"]),
     ],
@@ -260,6 +255,3 @@ def test_run_main_exit_codes_and_last_lines(argv, code, last_line, monkeypatch):
 def test_rank_comes_from_any_launcher(name):
     assert cli.launcher_rank({name: "2"}) == 2
     assert cli.launcher_rank({}) == 0
-
-
-# Fuzz

@@ -95,11 +95,9 @@ def test_a_flag_of_another_adapter_is_refused(flag):
     ("settings", "sentence"),
     [
         ({"min_new_tokens": 12, "max_new_tokens": 3}, "--min_new_tokens 12 .*--max_new_tokens"),
-        ({"min_new_tokens": 129}, "--min_new_tokens 129 .*--target_seq_len"),
         ({"task": "instructions", "num_pos_examples": 0, "add_explanation": True}, "--add_explanation .*--num_neg"),
         ({"metrics": ("chrf",), "bleu_tokenize": "zh"}, "--bleu_tokenize .*--metrics bleu"),
         ({"metrics": ("none",), "show_valid_examples": 2}, "--show_valid_examples"),
-        ({"metrics": ("none",), "num_beams": 2}, "--num_beams"),
         ({"valid_data_path": None, "metrics": ("bleu",)}, "--metrics .*--valid_data_path"),
         ({"valid_data_path": None, "test_data_path": "z", "optimize_metric": "rougeL"}, "--optimize_metric .*--valid"),
         (

@@ -16,8 +16,6 @@ from lm_experiments_tools.config.flags import help_groups
 from lm_experiments_tools.config.help import ESSENTIAL
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.config.training import ModelArgs
-from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.tools.main import main as lmtools
 
 SCRIPTS = {
     "run_t5_pretraining": T5PretrainingArgs,
@@ -85,19 +83,6 @@ def test_help_of_one_group(capsys, monkeypatch):
     assert "--vocab_file" in shown(BertPretrainingArgs, capsys, monkeypatch, "data"), "bert_data"
 
 
-@pytest.mark.parametrize(
-    ("topic", "sentence"),
-    [
-        ("optimiser", "--help optimiser .*did you mean --help optimizer?"),
-        ("itres", "did you mean --help iters?"),
-        ("qqqqq", "--help qqqqq is neither .*there are all, data, hold_out, epoch, mixture"),
-    ],
-)
-def test_help_about_what_does_not_exist(topic, sentence):
-    with pytest.raises(UserError, match=sentence):
-        cli.parse(T5PretrainingArgs, ["--help", topic])
-
-
 @pytest.mark.parametrize("args_class", SCRIPTS.values())
 def test_every_flag_is_in_one_group_with_a_sentence(args_class, capsys, monkeypatch):
     names = [name for group in help_groups(args_class) for name in inspect.get_annotations(group)]
@@ -107,14 +92,3 @@ def test_every_flag_is_in_one_group_with_a_sentence(args_class, capsys, monkeypa
     for name, kind in typing.get_type_hints(args_class).items():
         after_flag = text.split(f"--{name} " if kind is not bool else f"--no_{name} ", 1)[1]
         assert "." in after_flag.split("(default", 1)[0].split("(required", 1)[0], name
-
-
-def test_evaluate_shows_its_own_flags_and_what_matters(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        lmtools(["evaluate", "--help"])
-    text = capsys.readouterr().out
-    assert "--checkpoints " in text and "--output " in text and "--data_path " in text
-    assert "--lora_alpha" not in text and len(text.splitlines()) < 220
-    assert lmtools(["evaluate", "--help", "chekpoints"]) == 2
-    assert "did you mean --help checkpoints?" in capsys.readouterr().err

@@ -7,14 +7,8 @@ import pytest
 import run_bert_pretraining
 import run_finetuning
 import run_t5_pretraining
-from lm_experiments_tools.config.finetuning import FinetuningArgs
-from lm_experiments_tools.config.pretraining import T5PretrainingArgs
-from lm_experiments_tools.config.suggestions import suggestion
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.models.build import load_model_config
-from lm_experiments_tools.recipes.finetuner import FineTuner
-from lm_experiments_tools.recipes.pretrainer import PreTrainer
 from tests.helpers.runs import T5_RUN, refused, words, write_toys
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
@@ -65,27 +59,12 @@ def of_script(work, setting):
     return folder
 
 
-def test_text_for_a_number_is_refused_by_the_name_of_the_setting():
-    with pytest.raises(UserError, match="--batch_size is '8': it must be a whole number"):
-        FineTuner("t5-small", batch_size="8")
-    with pytest.raises(UserError, match="--lr is '1e-3': it must be a number"):
-        T5PretrainingArgs(data_path=("a",), model_cfg="t5-small", lr="1e-3")
-
-
 def test_a_whole_number_may_be_a_float_in_python():
     args = TrainerArgs(iters=1e1, save_interval=2e1, model_path="run", clip_grad_norm=1.0)
     assert repr((args.iters, args.save_interval, args.clip_grad_norm)) == "(10, 20, 1.0)"
     for value in (10.5, float("inf"), float("nan")):
         with pytest.raises(UserError, match=f"--iters is {value}: it must be a whole number"):
             TrainerArgs(iters=value)
-
-
-@pytest.mark.parametrize(
-    "name, ours", [("output_dir", "model_path"), ("max_steps", "iters"), ("save_steps", "save_interval")]
-)
-def test_an_argument_of_hf_trainer_leads_to_ours_in_python(name, ours):
-    with pytest.raises(UserError, match=f"TrainerArgs has no argument '{name}': here it is called {ours}"):
-        TrainerArgs(**{name: 1})
 
 
 def test_a_wrong_metric_is_refused_before_the_first_step(work, caplog):
@@ -110,38 +89,3 @@ def test_the_padding_of_the_tokenizer_is_taken_for_a_new_encoder_and_the_flag_na
     assert "pad_token_id of the model is 0, that of the vocabulary (was 3)" in caplog.text
     saved = work / "run" / "last" / "config.json"
     assert json.loads(saved.read_text())["pad_token_id"] == 0
-
-
-def test_the_nearest_preset_is_one_of_the_same_kind():
-    with pytest.raises(UserError) as error:
-        load_model_config("t5-tiny")
-    assert "t5-tiny" in str(error.value) and "bert" not in str(error.value) and "t5-" in str(error.value)
-
-
-def test_a_share_of_the_data_for_validation_leads_to_validation_data():
-    known = T5PretrainingArgs.__dataclass_fields__
-    assert suggestion("val_set_size", known, "--") == ": here it is called --valid_fraction."
-    known = FinetuningArgs.__dataclass_fields__
-    assert suggestion("val_set_size", known, "--") == ": name a file of its own by --valid_data_path."
-
-
-@pytest.mark.parametrize("make", [FineTuner, PreTrainer])
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [("steps", "here it is called iters"), ("device", "set CUDA_VISIBLE_DEVICES"), ("xyzzy", "the script's --help")],
-)
-def test_a_wrong_keyword_leads_to_what_python_takes(make, name, instead):
-    with pytest.raises(UserError, match=f"has no setting '{name}': {instead}"):
-        make("t5-small", **{name: 1})
-
-
-def test_a_fraction_of_warm_up_leads_to_its_own_flag(work):
-    refused(t5, "--num_warmup_steps takes .*--warmup_ratio.*, not '0.2'", num_warmup_steps=0.2)
-    with pytest.raises(UserError, match=r"--num_warmup_steps is 0.2: .*--warmup_ratio"):
-        TrainerArgs(num_warmup_steps=0.2)
-
-
-def test_unknown_tokens_lead_to_the_coverage_of_the_vocabulary(work, caplog):
-    (work / "other.txt").write_text("\u4f60\u597d " * 200)
-    t5(data_path="other.txt")
-    assert "are unknown tokens" in caplog.text and "--character_coverage" in caplog.text

@@ -2,15 +2,12 @@
 
 import pytest
 
-from lm_experiments_tools.config import cli
 from lm_experiments_tools.config.bert import BertPretrainingArgs
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.config.suggestions import SYNONYMS, suggestion
-from lm_experiments_tools.errors import UserError
 
 SCRIPTS = (T5PretrainingArgs, BertPretrainingArgs, FinetuningArgs)
-NAMES = ("lr", "iters", "model_path", "log_interval", "batch_size", "epochs")
 
 
 def test_every_name_of_another_program_leads_to_a_flag_of_some_script():
@@ -32,45 +29,3 @@ def test_no_argument_of_transformers_scripts_is_answered_by_a_guess(script):
     names = script.__dataclass_fields__
     guesses = {name: said for name in others - names.keys() if "did you mean" in (said := suggestion(name, names))}
     assert guesses == {}
-
-
-@pytest.mark.parametrize(
-    ("script", "written", "said"),
-    [
-        (FinetuningArgs, "model_name_or_path", ": here it is called --from_pretrained."),
-        (T5PretrainingArgs, "model_name_or_path", ": here it is called --from_pretrained."),
-        (FinetuningArgs, "dataset_name", ": here it is called --data_path."),
-        (FinetuningArgs, "num_train_epochs", ": here it is called --epochs."),
-        (T5PretrainingArgs, "num_train_epochs", ": here it is called --epochs."),
-        (FinetuningArgs, "do_train", ": leave it out,"),
-        (FinetuningArgs, "per_device_train_batch_size", ": here it is called --batch_size."),
-        (BertPretrainingArgs, "tokenizer_name", ": here it is called --tokenizer."),
-    ],
-)
-def test_a_name_of_transformers_leads_to_the_flag_of_this_script(script, written, said):
-    assert suggestion(written, script.__dataclass_fields__, "--").startswith(said)
-
-
-def test_flags_of_the_ancestor_are_reported_at_once_with_what_they_are_called_here():
-    old = "--task_name qmsum --input_prefix ab --lr 1e-3 --source_prefix=c --data_n_workers 2".split()
-    with pytest.raises(UserError) as error:
-        cli.parse(FinetuningArgs, old)
-    sentence = str(error.value)
-    assert sentence.startswith("unknown flags --task_name: --data_path names the data and --task its kind. ")
-    assert "--input_prefix: here it is called --prefix. --source_prefix: here it is called --prefix." in sentence
-    assert sentence.endswith("--data_n_workers: leave it out, batches need no processes of their own.")
-
-
-@pytest.mark.parametrize(
-    ("written", "meant"),
-    [
-        ("per_device_train_batchsize", "batch_size"),
-        ("num_train_epoch", "epochs"),
-        ("leraning_rate", "lr"),
-        ("learing_rate", "lr"),
-        ("max_step", "iters"),
-        ("ouput_dir", "model_path"),
-    ],
-)
-def test_a_mistyped_name_of_another_program_leads_to_ours(written, meant):
-    assert suggestion(written, NAMES) == (f": did you mean {meant}?")

@@ -62,14 +62,6 @@ def test_several_sources_are_read_as_one():
         np.testing.assert_array_equal(parts.batch(numbers)[name], values)
 
 
-def test_no_tokens_and_foreign_tokens_are_refused():
-    with pytest.raises(UserError, match="empty"):
-        dataset(tokens=[])
-    negative = SimpleNamespace(tokens=np.array([5, -1], np.int32), fingerprint="x")
-    with pytest.raises(UserError, match="id -1"):
-        dataset(tokens=negative)
-
-
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_global_batches_are_the_same_for_any_number_of_workers(world_size):
     one = take(TrainLoader(dataset(), 8), 15)  # more than three epochs of 30
@@ -126,16 +118,6 @@ def test_an_error_in_the_background_reaches_the_caller():
     loader = TrainLoader(dataset(tokens=source(tokens)), 1000)
     with pytest.raises(UserError, match="id 10000"):
         take(loader, 40)
-
-
-def test_batches_have_torch_int64_tensors_of_fixed_shape():
-    loader = TrainLoader(dataset(), 7)
-    assert iter(loader) is loader and loader.samples_per_epoch == 30 and loader.global_batch == 7
-    for batch in take(loader, 10):
-        assert set(batch) == {"input_ids", "attention_mask", "labels"}
-        assert all(value.dtype == torch.int64 for value in batch.values())
-        assert batch["input_ids"].shape == batch["attention_mask"].shape == (7, 32)
-        assert batch["labels"].shape == (7, loader.dataset.members[0].objective.target_length)
 
 
 @pytest.mark.parametrize(

@@ -177,9 +177,6 @@ def test_members_with_other_entries_are_refused():
         ([4, 0], {}, "Dataset 1 of the mixture has no samples"),
         ([4], {"weights": [1, 2]}, "2 weights for 1 datasets"),
         ([4], {"weights": [0]}, "weight of dataset 0 is 0.0"),
-        ([4], {"weights": [float("nan")]}, "weight of dataset 0 is nan"),
-        ([4], {"maximum": 0.0}, "maximum of the mixture is 0.0"),
-        ([4], {"temperature": float("nan")}, "temperature of the mixture is nan"),
         ([4], {"temperature": 2, "blending": "megatron"}, "neither a maximum nor a temperature"),
     ],
 )

@@ -113,16 +113,6 @@ def test_random_integers_of_a_sample_do_not_depend_on_the_batch():
     np.testing.assert_array_equal(draw_integers(key, epochs, samples, 7), words[:7])
 
 
-def test_random_integers_are_uniform_and_uncorrelated():
-    words = draw_integers(stream_key(5, "noise"), np.zeros(20_000), np.arange(20_000), 8)
-    for bits in (words >> np.uint64(24), words & np.uint64(0xFF)):  # high and low byte
-        assert abs(chi_square_z(np.bincount(bits.reshape(-1).astype(int), minlength=256), 256)) < 4
-    uniform = words / 2.0**32
-    correlation = np.corrcoef(np.vstack([uniform, np.roll(uniform, 1, axis=1)]))  # between words, and with neighbours
-    np.fill_diagonal(correlation, 0)
-    assert np.abs(correlation).max() < 5 / sqrt(20_000)
-
-
 def test_shift_is_uniform_over_epochs_and_keyed_by_seed():
     shifts = [epoch_shift(0, epoch, 50) for epoch in range(4000)]
     assert abs(chi_square_z(np.bincount(shifts), 50)) < 4

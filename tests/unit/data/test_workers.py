@@ -33,9 +33,6 @@ def calculate(settings):
             os._exit(3)
         if request == "crash":
             raise KeyError("a bug")
-        if request == "hang up":
-            os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the connection among them, whatever its number
-            time.sleep(60)
         time.sleep(0.02 * (request % 3))
         return settings + request
 
@@ -44,18 +41,6 @@ def calculate(settings):
 
 def work(caller):
     caller.serve(calculate)
-
-
-class Unreadable:
-    """Can be pickled, but not unpickled."""
-
-    def __reduce__(self):
-        return int, ("x",)
-
-
-def test_settings_that_cannot_be_unpickled_end_the_worker():
-    with Worker(work, Unreadable()) as worker, pytest.raises(WorkerEnded, match="exit code 1"):
-        worker.receive()
 
 
 def test_a_worker_answers_by_its_settings_and_ends_with_the_block():
@@ -91,12 +76,6 @@ def test_errors_and_death_reach_the_caller(settings, request_, error, sentence):
     assert getattr(caught.value, "request", request_) == request_
     worker.close()
     assert worker.process.returncode is not None
-
-
-def test_a_worker_that_hangs_up_and_goes_on_is_no_riddle(monkeypatch):
-    monkeypatch.setattr("lm_experiments_tools.data.workers._SECONDS_TO_END", 0.1)
-    with pytest.raises(WorkerEnded, match="exit code None"), Worker(work, 0) as worker:
-        worker.ask("hang up")
 
 
 def test_a_stopped_worker_does_not_hang_the_end_of_a_run(monkeypatch):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
@@ -147,14 +145,3 @@ def test_metrics_that_give_one_value_by_two_rules_are_refused(metrics, decode):
     args = args_of(task="instructions", valid_data_path=None, metrics=metrics)
     with pytest.raises(UserError, match="by different rules: choose one"):
         Predictions(args, "valid", TEXTS, decode)
-
-
-@pytest.mark.parametrize(
-    ("metric", "module", "package"), [("chrf", "sacrebleu", "sacrebleu"), ("rouge", "rouge_score", "rouge-score")]
-)
-def test_a_missing_package_is_named_before_anything_is_generated(metric, module, package, decode, monkeypatch):
-    for name in [name for name in sys.modules if name.split(".")[0] == module]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UserError, match=f"--metrics {metric} is computed by {package}.*: pip install {package}"):
-        Predictions(args_of(metrics=(metric,)), "valid", TEXTS, decode)

@@ -216,7 +216,6 @@ def split_of(tmp_path, split, text, data_path, **flags):
         (CLASS, '{"text": "w3"}', "no field label, gold_label, score, is_duplicate, Quality"),
         (CLASS, '{"text": "w3", "label": null}', "no label (None): leave out the row"),
         (CLASS, '{"text": "w3", "label": -1}', "no label (-1): leave out the row"),
-        (CLASS, '{"text": "w3", "label": "-"}', "no label ('-'): leave out the row"),
         (CLASS, '{"text": "w3", "label": NaN}', "no label (nan): leave out the row"),
         (CLASS, '{"text": "w3", "label": "NaN"}', "no label ('NaN'): leave out the row"),
         (NUMBER, '{"text": "w3", "label": null}', "no label (None): leave out the row"),

@@ -214,15 +214,13 @@ def test_variant_states_only_what_differs_from_its_base(tmp_path):
         ({"feed_forward_proj": "gated-gelu-relu"}, "feed_forward_proj"),
         ({"base": "t5-smal"}, "neither a file beside it nor a preset"),
         ({"base": "self.json"}, "circle: self.json -> self.json"),
-        ({"model_type": "t6"}, "no model_type 't6'"),
         ({"model_type": "bert"}, "describes a 'bert' model.*--model_cls"),
     ],
 )
 def test_bad_configuration_is_one_sentence(tmp_path, values, message):
     path = write(tmp_path / "self.json", **{"model_type": "t5", **values})
-    config_cls = None if values.get("model_type") == "t6" else transformers.T5Config
     with pytest.raises(UserError, match=message):
-        load_model_config(path, config_cls)
+        load_model_config(path, transformers.T5Config)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +248,6 @@ def test_attention_that_a_configuration_names_is_what_the_model_gets(tmp_path, v
         ({"attn_implementation": "flash_attention_2"}, "T5ForConditionalGeneration refuses this T5Config"),
         ({"attn_implementation": "sdpa", "sparse_config_cls": "BigBird"}, 'sdpa" would ignore sparse_config_cls'),
         ({"sparse_config_cls": "BigBird", "sparse_attention": {"num_heads": 3}}, "for 3 heads, but T5.* has 4"),
-        ({"sparse_attention": {"block": 4}}, "given without sparse_config_cls"),
     ],
 )
 def test_attention_that_cannot_be_had_is_one_sentence(tmp_path, values, message):
@@ -284,8 +281,6 @@ def test_unknown_preset_broken_json_and_missing_type_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("transformers.T5Model", "write module:Class"),
-        ("transformers:", "write module:Class"),
         ("a:b:c", "write module:Class"),
         ("no_such_module:T5", "cannot be imported.*no_such_module"),
         ("transformers:T5ForConditionalGenerations", "did you mean 'T5ForConditionalGeneration'"),
@@ -304,14 +299,6 @@ def test_vocabulary_larger_than_the_embedding_is_refused():
     assert check_vocabulary(config, 32_128) == 0
     with pytest.raises(UserError, match=r"32129 ids.*32128 rows.*32256"):
         check_vocabulary(config, 32_129)
-
-
-def test_parameters_are_counted_once_and_frozen_ones_apart(tmp_path):
-    config = load_model_config(write(tmp_path / "tied.json", base="t5-small", vocab_size=100, **SMALL))
-    model = build_model(T5, config, seed=0)
-    model.shared.weight.requires_grad_(False)
-    count = num_parameters(model)
-    assert count.total - count.trainable == count.embedding == 1600
 
 
 @pytest.mark.parametrize(

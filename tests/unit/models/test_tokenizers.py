@@ -7,9 +7,8 @@ from transformers import GPT2Config
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.tokenizers import load_tokenizer
-from run_finetuning import main
 from tests.helpers.finetuning_toys import pairs, read, word_tokenizer, write_json
-from tests.helpers.pretrained_toys import t5_config, toy_args, toy_model
+from tests.helpers.pretrained_toys import t5_config, toy_args
 
 CONFIGURATIONS = {
     "t5": t5_config(),
@@ -23,12 +22,6 @@ def test_a_folder_of_weights_alone_has_no_vocabulary(kind, tmp_path):
     CONFIGURATIONS[kind].save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"--from_pretrained {tmp_path}: there is no vocabulary .*--tokenizer"):
         load_tokenizer(toy_args(tmp_path))
-
-
-def test_a_run_from_weights_alone_is_refused_before_its_data_is_read(tmp_path):
-    toy_model("encoder-decoder").save_pretrained(tmp_path / "saved")
-    with pytest.raises(UserError, match="there is no vocabulary"):
-        main(["--from_pretrained", str(tmp_path / "saved"), "--data_path", "not_there.jsonl"])
 
 
 def test_a_tokenizer_of_bytes_needs_no_file_of_words(tmp_path):
@@ -50,12 +43,6 @@ def test_a_large_share_of_unknown_tokens_is_a_warning(number, tmp_path, caplog):
     assert len(found) == bool(number)
     if found:
         assert f"{number:.1f} % of the tokens of sources of " in found[0]  # 5 a source
-
-
-def test_unknown_tokens_of_plain_text_are_said_too(tmp_path, caplog):
-    (tmp_path / "a.txt").write_text("w1 w2 слово\n")
-    read(word_tokenizer(), model_type="decoder", task="causal_lm", data_path=(str(tmp_path / "a.txt"),)).train.close()
-    assert "33.3 % of the tokens of" in caplog.text and "a.txt are unknown tokens: is it the tokenizer" in caplog.text
 
 
 def test_a_mark_that_is_also_the_end_of_text_is_not_counted(tmp_path, caplog):

@@ -50,7 +50,6 @@ def test_own_names_come_first_and_torchs_stay_reachable():
     ("name", "message"),
     [
         ("adamw", "did you mean AdamW"),
-        ("Quux", "known are ASGD"),
         ("LBFGS", "re-evaluates the loss"),
         ("torch.nn:Linear", "not a subclass of torch.optim"),
     ],
@@ -102,10 +101,8 @@ def test_weight_decay_reaches_matrices_only_and_zero_means_none(name):
         ({"name": "AdamW", "scale_parameter": True}, "--scale_parameter has no effect with --optimizer AdamW"),
         ({"name": "Rprop", "weight_decay": 0.1}, "--weight_decay has no effect with --optimizer Rprop"),
         ({"name": "Adafactor", "relative_step": True}, "settings: lr=0.1 has no effect with relative_step"),
-        ({"name": "AdamW", "lr": None}, "needs --lr"),
         ({"name": "Adafactor", "lr": -1.0}, "Adafactor refuses its settings: lr=-1.0 must not be negative"),
         ({"name": "AdamW", "extra": {"beta": (0.9, 0.9)}}, "no option 'beta'; did you mean 'betas'"),
-        ({"name": "Muon"}, "--optimizer Muon needs"),
     ],
 )
 def test_option_without_effect_or_sense_is_refused(options, message):

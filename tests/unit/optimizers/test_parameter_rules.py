@@ -61,7 +61,6 @@ def test_muon_keeps_hidden_matrices_of_a_rule_and_scales_the_others():
         (["*nothing*: lr_scale=2"], {}, r"--optimizer_groups \*nothing\* is the first match of no trainable"),
         (["*: betass=1"], {}, "no option 'betass'; did you mean 'betas'"),
         (["*: lr_scale=0"], {}, "lr_scale is 0, but it takes a number above 0 .freeze by --trained or --freeze"),
-        (["*: weight_decay=1"], {"name": "Rprop"}, "takes no weight_decay"),
         (["*: momentum=0.5"], {"name": "Muon"}, "Muon has one momentum for all parameters"),
         (["*"], {}, "is not 'PATTERN: NAME=VALUE"),
     ],

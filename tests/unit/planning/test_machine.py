@@ -9,17 +9,9 @@ import torch
 import transformers
 
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.modules import devices
 from lm_experiments_tools.planning.fit import USABLE, memory_for_tensors, memory_of
 from lm_experiments_tools.tools.main import main
 from tests.unit.planning.test_plan import T5
-
-
-def test_memory_of_a_cpu_is_no_more_than_its_container_may_take(tmp_path, monkeypatch):
-    monkeypatch.setattr(devices, "_CGROUPS", tmp_path)
-    assert memory_of("cpu") == pytest.approx(psutil.virtual_memory().available, rel=0.2)
-    (tmp_path / "memory.max").write_text("1000\n")
-    assert memory_of("cpu") == 1000
 
 
 def test_memory_of_a_gpu_is_what_is_free_on_the_visible_one(monkeypatch):

@@ -83,9 +83,7 @@ def test_the_vocabulary_that_the_tokens_record_is_taken_also_from_beside_them(wo
         ("nowhere", None, "--data_path nowhere: there is neither a token prefix .* nor text"),
         ("text.jsonl", None, r"--vocab is missing, and text\.jsonl records none"),
         ("train", None, r"--vocab is missing, and the vocabulary of train\.json \(None\)"),
-        ("train", {}, r"--vocab is missing, and the vocabulary of train\.json \(None\)"),
         ("train", {"vocab_file": "/no/x.model"}, r"the vocabulary of train\.json \(/no/x\.model\) is not"),
-        ("train", [1], r"train\.json"),
     ],
 )
 def test_a_vocabulary_that_nothing_names_is_one_sentence(work, path, record, sentence):

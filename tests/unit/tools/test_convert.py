@@ -83,22 +83,6 @@ def test_what_is_damaged_or_of_another_model_is_a_sentence(tmp_path, capsys):
     (arrays / "target.encoder.encoder_norm.scale").rename(arrays / "target.encoder.visual.scale")
     assert main([*command, config]) == 2 and "a T5 has no such weight" in capsys.readouterr().err
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
-    (tmp_path / "text.pth").write_text("hello, some words")
-    for words, message in (
-        (["convert", str(tmp_path / "text.pth"), "--to", "x", "--model_cfg", config], "(not a file of torch.save)"),
-        (["convert"], "name weights and the new folder"),
-        (["convert", "nothing.pth", "--to", "x", "--model_cfg", "t5-small"], "nothing.pth: there is no such file"),
-        (["convert", config, "--to", str(tmp_path / "x")], "--model_cfg is required"),
-    ):
-        assert main(words) == 2 and message in capsys.readouterr().err
-
-
-def test_a_folder_with_a_configuration_is_not_said_to_have_none(tmp_path, capsys):
-    model, to = tmp_path / "model", tmp_path / "converted"
-    T5ForConditionalGeneration(T5Config(**TINY)).save_pretrained(model)
-    assert main(["convert", str(model), "--to", str(to)]) == 2
-    assert f"--model_cfg {model}/config.json" in capsys.readouterr().err
-    assert main(["convert", str(model), "--to", str(to), "--model_cfg", f"{model}/config.json"]) == 0
 
 
 def test_a_t5_becomes_a_t5gemma_and_again_a_t5(tmp_path, capsys):

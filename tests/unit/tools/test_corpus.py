@@ -1,9 +1,6 @@
 """The documentation corpus: what counts as prose, what a small installation gives, and the vocabulary made from it."""
 
 import json
-import socket
-import sys
-import sysconfig
 from collections import Counter
 
 import pytest
@@ -13,8 +10,7 @@ from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.text.train_vocabulary import train_vocab
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools import corpus
-from lm_experiments_tools.tools.corpus import is_prose, paragraphs
-from lm_experiments_tools.tools.main import main
+from lm_experiments_tools.tools.corpus import paragraphs
 
 DOCSTRING = """Return the mean of the values, ignoring what is missing.
 
@@ -69,23 +65,6 @@ PROSE = [
 
 def test_prose_of_a_docstring_and_nothing_else():
     assert list(paragraphs(DOCSTRING)) == PROSE
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("A sentence of ordinary words that is long enough to be kept.", True),
-        ("a sentence that begins in the middle of it is not kept at all.", False),
-        ("A sentence of ordinary words that is without an end", False),
-        ("Too short to be of use.", False),
-        ("Set FOO_BAR=1 BAZ=/x/y {a: b} and run x.y.z() to p[0] = q | r.", False),
-        ("Ein Satz in einer anderen Sprache gehört nicht in dieses Korpus.", False),
-        ("A sentence of ordinary words with a \x07 control character in it.", False),
-        ("This work is distributed under the terms of the Apache License.", False),
-    ],
-)
-def test_what_counts_as_prose(text, expected):
-    assert is_prose(text) is expected
 
 
 @pytest.fixture
@@ -182,35 +161,12 @@ def test_corpus_is_the_same_again_and_nothing_moves_between_the_sets(installatio
     assert part[0] < whole[0] and part[1] <= whole[1]
 
 
-def test_corpus_refuses_what_is_not_its_own_and_an_empty_installation(installation, tmp_path, monkeypatch):
+def test_corpus_refuses_what_is_not_its_own(installation, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "train.jsonl").write_text("precious")
     with pytest.raises(UserError, match=r"train\.jsonl was not made by `lmtools corpus`"):
         build(tmp_path / "mine")
     assert (tmp_path / "mine" / "train.jsonl").read_text() == "precious"
-    (tmp_path / "none" / "pydoc_data").mkdir(parents=True)
-    (tmp_path / "none" / "pydoc_data" / "topics.py").write_text("topics = {}")
-    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(tmp_path / "none"))
-    with pytest.raises(UserError, match="too little documentation"):
-        build(tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_real_installation_gives_real_prose_without_network_or_imports(tmp_path, monkeypatch):
-    monkeypatch.setattr(socket, "socket", lambda *_, **__: pytest.fail("the corpus uses the network"))
-    purelib = sysconfig.get_path("stdlib")  # the standard library alone: the same on every machine, and quick
-    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: purelib)
-    before = set(sys.modules)
-    build(tmp_path / "out", max_megabytes=0.6)
-    assert not {name for name in set(sys.modules) - before if name.startswith(("idlelib", "tkinter", "asyncio."))}
-    train, valid = read(tmp_path / "out" / "train.jsonl"), read(tmp_path / "out" / "valid.jsonl")
-    assert sum(len(row["text"].encode()) for row in train) > 400_000 and 0.005 < len(valid) / len(train) < 0.1
-    text = "\n".join(row["text"] for row in train)
-    assert all(line.isprintable() and is_prose(line) for line in text.split("\n"))
-    assert ">>>" not in text and "://" not in text
-    words = Counter(text.split())
-    assert 0.04 < words["the"] / words.total() < 0.1  # about 6 % in English
 
 
 def test_vocabulary_has_t5s_layout_exact_size_and_is_the_same_again(installation, tmp_path, monkeypatch):
@@ -229,26 +185,6 @@ def test_vocabulary_has_t5s_layout_exact_size_and_is_the_same_again(installation
     text = "The parser of number 12 is here, with a thing in it."
     assert vocabulary.decode(vocabulary.encode(text)) == text
     assert vocabulary.encode("of\nnumber") == vocabulary.encode("of number")
-
-
-@pytest.mark.parametrize("flags", [[], ["--type", "wordpiece"]])
-def test_a_vocabulary_of_text_under_another_key_names_the_keys_there_are(tmp_path, capsys, flags):
-    (tmp_path / "d.jsonl").write_text('{"body": "some words"}\n' * 7)
-    command = ["vocab", "--input", str(tmp_path / "d.jsonl"), "--size", "200", "--output", str(tmp_path / "v.model")]
-    assert main([*command, *flags]) == 2
-    assert capsys.readouterr().err == (
-        f"error: there is no document in {tmp_path}/d.jsonl: 7 bad lines and nothing else (the first: "
-        f"{tmp_path}/d.jsonl:1: no key 'text' (there is 'body')); name the key of the text by --text_key "
-        "(meta.text: the key text of the object meta)\n"
-    )
-
-
-def test_vocabulary_sample_is_bounded_and_long_lines_count(tmp_path):
-    data = tmp_path / "d.txt"
-    data.write_text(" ".join(f"word{i % 700} of the text" for i in range(60_000)))  # one line of a megabyte
-    summary = train_vocab([str(data)], 220, tmp_path / "v.model", sample_bytes=200_000)
-    assert 200_000 <= summary.sample_bytes < 204_000
-    assert len(Tokenizer.load(tmp_path / "v.model").encode("word of the text")) <= 8
 
 
 def test_vocabulary_that_does_not_fit_its_text_is_one_sentence(tmp_path):

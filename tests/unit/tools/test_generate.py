@@ -111,21 +111,6 @@ def test_a_file_and_standard_input(tmp_path, capsys, monkeypatch):
     assert answers(capsys, tmp_path / "model", "--file", tmp_path / "texts") == expected
     monkeypatch.setattr("sys.stdin", io.StringIO("w1 w2\nw3"))
     assert answers(capsys, tmp_path / "model", "--file", "-") == expected
-    for words, message in (
-        ((), "name a model"),
-        ((tmp_path / "model",), "or --file"),
-        ((tmp_path / "model", "a", "--top_k", 3), "--do_sample, which is not given"),
-        ((tmp_path / "none", "a"), "none: there is no such f"),
-    ):
-        assert main(["generate", *map(str, words)]) == 2
-        error = capsys.readouterr().err
-        assert message in error and "Traceback" not in error
-
-
-def test_a_decoder_says_how_many_positions_it_lacks(tmp_path, capsys):
-    save_toy("decoder", tmp_path)
-    assert main(["generate", str(tmp_path), "w1 " * 60]) == 2
-    assert "60 tokens and 64 to be written" in capsys.readouterr().err
 
 
 def test_byt5_reads_and_writes_the_sentinels_that_it_was_trained_with():

@@ -16,14 +16,11 @@ from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.objectives.objective import build_objective
 from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption, random_spans_lengths
 from lm_experiments_tools.data.objectives.token_rows import TokenRows, pretraining_dataset
-from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text import records as text_records
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
-from lm_experiments_tools.tools import inspect_pretraining
-from lm_experiments_tools.tools.inspect_samples import Rendering, render_ids, render_predictions, render_sample
-from lm_experiments_tools.tools.inspect_tokens import document_lengths
+from lm_experiments_tools.tools.inspect_samples import Rendering, render_ids, render_sample
 from lm_experiments_tools.tools.main import main
 from lm_experiments_tools.training.micro_batches import split_batch
 from megatron.bert_dataset import BertDataset
@@ -36,32 +33,6 @@ LETTERS = "abcdefghij"
 
 def letters(ids: list[int]) -> str:
     return " ".join(LETTERS[i] for i in ids)
-
-
-@pytest.fixture
-def tokens(tmp_path):
-    """Documents of several sequences, one of them empty."""
-    with IndexedDatasetWriter(tmp_path / "tokens", np.uint16) as writer:
-        for document in ([[5, 6], [7]], [[5, 5]], []):
-            for sequence in document:
-                writer.add_sequence(sequence)
-            writer.end_document()
-    return IndexedDataset(tmp_path / "tokens")
-
-
-def test_counts_of_the_worked_example(tokens):
-    lengths, sizes = document_lengths(tokens)
-    assert lengths.tolist() == [3, 2, 0] and sizes.tolist() == [2, 1, 0]
-    assert tokens.sequence_lengths.tolist() == [2, 1, 2]
-
-
-def test_render_ids_worked_example():
-    assert render_ids(np.array([0, 1, 9, 8, 8]), letters, {8: "<pad>", 9: "</s>"}) == "a b </s> <pad> x 2"
-
-
-def test_render_predictions_worked_example():
-    shown = render_predictions(np.array([4, 9, 6]), np.array([-100, 5, -100]), letters, {9: "<mask>"})
-    assert shown == "e [<mask> -> f] g"
 
 
 def test_a_sample_shows_every_entry_of_the_batch():
@@ -149,38 +120,6 @@ def test_the_first_documents_only(vocab, text, capsys, counted_reads, flags):
     assert f"an epoch   of these documents has {examples:,} examples" in printed
 
 
-def test_the_first_documents_of_a_token_file(vocab, text, capsys):
-    assert inspect(vocab, "--samples", "0", "--documents", "99") == 0  # there are 40: all of them
-    assert "documents  40" in capsys.readouterr().out
-    assert inspect(vocab, "--samples", "0") == 0
-    whole = capsys.readouterr().out
-    (prefix,) = (str(path).removesuffix(".idx") for path in (text / ".cache" / "tokens").glob("*.idx"))
-    assert inspect(vocab, "--data_path", prefix, "--documents", "4", "--input_seq_len", "16", "--samples", "1") == 0
-    printed = capsys.readouterr().out
-    tokens = IndexedDataset(prefix)
-    assert number_of(printed, "documents") == 4
-    assert number_of(printed, "tokens") == sum(len(tokens[i]) for i in range(4)) < number_of(whole, "tokens")
-    assert "of these documents has" in printed and "of these documents" not in whole
-
-
-def test_the_first_documents_of_a_dataset_are_streamed(vocab, text, capsys, monkeypatch):
-    import datasets
-
-    read = []
-
-    def rows():
-        for number in range(10_000):
-            read.append(number)
-            yield {"text": f"word{number} token{number % 7} number{number} " * 4}
-
-    monkeypatch.setattr(hf_datasets, "load_streaming", lambda item: datasets.IterableDataset.from_generator(rows))
-    monkeypatch.setattr(inspect_pretraining, "STREAMED_DOCUMENTS", 30)
-    assert inspect(vocab, "--data_path", "some/dataset", "--input_seq_len", "16") == 0
-    printed = capsys.readouterr().out
-    assert "documents  30" in printed and "sample 2" in printed and "of these documents has" in printed
-    assert 30 <= len(read) < 100
-
-
 def test_text_is_tokenized_as_the_run_tokenizes_it(vocab, text, capsys):
     """Line ends that only `str.splitlines` knows are no line ends to the run."""
     odd = "word1 token2\x0bnumber3 word4\x85token5 number6\u2028word7\nword8 "
@@ -195,7 +134,6 @@ def test_text_is_tokenized_as_the_run_tokenizes_it(vocab, text, capsys):
 def test_mlm_says_that_its_rows_are_not_berts(vocab, text, caplog, task):
     assert inspect(vocab, "--task", task, "--input_seq_len", "16", "--samples", "1") == 0
     assert ("no [CLS] and [SEP]" in caplog.text) == (task == "mlm")
-    assert ("documents of a row attend to each other" in caplog.text) == (task == "mlm")
 
 
 @pytest.mark.parametrize("task", ["prefix_lm", "span_corruption", "mlm"])
@@ -275,17 +213,6 @@ def test_a_flipped_bit_is_one_sentence(vocab, text, capsys):
     assert re.match(r"error: tokens\.bin was changed after it was written: its sha256 is \w+, not \w+ as rec", error)
 
 
-@pytest.mark.parametrize(("record", "flags"), [(None, []), ("{}", ["--documents", "4"])])
-def test_tokens_without_a_record_get_one_warning(vocab, text, caplog, record, flags):
-    tokenize_corpus(["text.jsonl"], vocab, "tokens", workers=1)
-    (text / "tokens.json").unlink() if record is None else (text / "tokens.json").write_text(record)
-    name = str(text / "tokens")  # a name of its own: a file is warned of once in a process
-    assert inspect(vocab, "--data_path", name, "--input_seq_len", "16", "--samples", "0", *flags) == 0
-    warnings = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
-    fact = "does not exist" if record is None else "records no vocabulary"
-    assert len(warnings) == 1 and warnings[0].startswith(f"{name}.json {fact}")
-
-
 @pytest.mark.parametrize("nsp", ["swap", "random"])
 def test_bert_shows_the_first_samples_of_the_run(bert, tmp_path, monkeypatch, capsys, caplog, nsp):
     monkeypatch.chdir(tmp_path)
@@ -319,19 +246,6 @@ def test_bert_shows_the_first_samples_of_the_run(bert, tmp_path, monkeypatch, ca
     assert {0, 1} == set(whole["next_sentence_label"][:6].tolist())
 
 
-def test_bert_reads_the_settings_of_a_run(bert, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text(
-        f"data_path: {bert / 'train'}\nvocab_file: {bert / 'vocab.txt'}\nmodel_cfg: nowhere.json\nmodel_path: run\n"
-        "lr: 1e-3\ninput_seq_len: 24\nuse_nsp: false\n"
-    )
-    assert main(["inspect", "pretrain-bert", "--config", "run.yaml", "--documents", "5"]) == 0
-    printed = capsys.readouterr().out
-    assert "single segments, of 24 tokens" in printed and "documents  5" in printed
-    assert "next_sentence_label" not in printed and "of these documents has" in printed
-    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]  # no run, and no mapping of a part
-
-
 def test_bert_shows_what_is_not_read_of_data_that_training_refuses(bert, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     tokens = IndexedDataset(bert / "train")
@@ -348,26 +262,3 @@ def test_bert_shows_what_is_not_read_of_data_that_training_refuses(bert, tmp_pat
     assert "more than --max_unread 0.75, so that training refuses it" in printed
     assert inspect_bert(bert, "--input_seq_len", "48") == 0
     assert "training refuses" not in capsys.readouterr().out
-
-
-def test_bert_with_another_tokenizer_is_one_sentence(bert, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "other.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the"]) + "\n")
-    assert inspect_bert(bert, "--vocab_file", "other.txt") == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "give that one" in error
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--data_path", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--vocab", "nowhere.model"], "nowhere.model"),
-        (["--task", "denoise"], "--task denoise"),
-        (["--documents", "0"], "--documents"),
-    ],
-)
-def test_bad_input_is_one_sentence(vocab, text, capsys, flags, sentence):
-    assert inspect(vocab, *flags) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and sentence in error and error.count("\n") == 1

@@ -1,6 +1,5 @@
 """The console command: the whole chain from an installation to tokens, exit codes, and what `--help` may import."""
 
-import importlib
 import json
 import re
 import signal
@@ -81,13 +80,6 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(argv, message, capsys):
     assert message in error and "Traceback" not in error and len(error.strip().splitlines()) == 1
 
 
-def test_no_command_shows_the_commands(capsys):
-    assert main([]) == 2
-    assert main(["--help"]) == 0
-    out = capsys.readouterr().out
-    assert all(name in out for name in module.COMMANDS)
-
-
 def test_interrupt_is_130_without_a_traceback(monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -121,17 +113,6 @@ def test_ctrl_c_while_tokenizing_keeps_the_finished_pieces(tmp_path):
     kept = f"another run resumes from the finished shards in {folder.name}\n"
     assert process.stderr.read() == f"{kept}interrupted\n"
     assert list(folder.glob("*.idx")) and not (tmp_path / "t.idx").exists()
-
-
-@pytest.mark.parametrize("name", module.COMMANDS)
-def test_help_names_the_command_and_keeps_its_examples(name, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        main([name, "--help"])
-    above, _, options = capsys.readouterr().out.partition(f"usage: lmtools {name} [--FLAG")
-    assert options and "usage:" not in above
-    examples = importlib.import_module(f"lm_experiments_tools.tools.{name}").__doc__.count(f"lmtools {name} ")
-    assert sum(line.startswith(f"    lmtools {name} ") for line in above.splitlines()) == examples
 
 
 @pytest.mark.parametrize("command", ["", "tokenize", "doctor", "plan"])

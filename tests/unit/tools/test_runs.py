@@ -61,21 +61,6 @@ def test_tables_show_what_the_runs_logged_and_only_settings_that_differ(folder, 
     assert settings == {"lr": ["0.001", "0.01"], "iters": ["4", "6"]} and not printed.err
 
 
-def test_a_folder_of_validation_and_the_loss_before_training_are_shown(tmp_path, capsys):
-    record = {**dict.fromkeys(_POSITION, 0), "split": "valid", "metrics": ["loss"]}
-    lines = [json.dumps({**record, "step": step, "loss": loss}) for step, loss in ((0, 5.5), (2, 1.5), (4, 2.5))]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    (tmp_path / "config.json").write_text(json.dumps({"validate_only": True, "iters": 4}))
-    assert main(["compare", str(tmp_path)]) == 0
-    printed = capsys.readouterr()
-    assert "2.5 (1.5 @ 2, 5.5 @ 0)" in printed.out and not printed.err
-    (tmp_path / "metrics.jsonl").unlink()  # --validate_only logs no steps
-    (tmp_path / "metrics.json").write_text(json.dumps({"valid": {"loss": 6.5}}))
-    assert main(["compare", str(tmp_path)]) == 0
-    printed = capsys.readouterr()
-    assert "6.5 (6.5 @ 0)" in printed.out and not printed.err
-
-
 def test_seconds_are_those_of_steps_without_validation_and_pauses(copied):
     lines = [json.loads(line) for line in (copied / "a" / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
@@ -106,13 +91,6 @@ def test_damage_is_an_error_message_and_the_rest_is_shown(copied, capsys):
     for text in ("", '{"torn'):
         (copied / "a" / "metrics.jsonl").write_text(text)
         assert "has logged nothing yet" in " ".join(read_run(copied / "a").problems)
-
-
-def test_nothing_to_show_is_an_error(tmp_path, capsys):
-    assert main(["compare", str(tmp_path)]) == 2
-    assert main(["compare"]) == 2
-    error = capsys.readouterr().err
-    assert "there is no run to show" in error and "name the run directories" in error
 
 
 def test_the_newest_settings_that_trained_are_compared(copied):

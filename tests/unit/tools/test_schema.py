@@ -58,10 +58,8 @@ def test_the_command_prints_it(capsys):
     [
         ("pla", ["plan"]),
         ("--v", ["--version"]),
-        ("finetune --from_p", ["--from_pretrained"]),
         ("pretrain-t5 --noise", ["--noise_density"]),
         ("inspect pretrain-b", ["pretrain-bert"]),
-        ("pretrain-t5 --dry", ["--dry_run"]),
     ],
 )
 def test_bash_completes(words, found):

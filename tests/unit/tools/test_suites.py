@@ -4,7 +4,6 @@ import importlib.util
 import json
 import shutil
 import sys
-from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -156,8 +155,6 @@ def test_a_value_that_is_there_is_not_measured_again(run_of, tmp_path, monkeypat
         (("--suite", "lm_eval"), "measures --tasks: name at least one"),
         (("--tasks", "a", "--valid_data_path", "x"), "--tasks needs --suite"),
         (("--suite", "mteb", "--tasks", "a", "--limit", "3"), "--limit needs --suite lm_eval"),
-        (("--suite", "mteb", "--tasks", "a", "--lr", "3"), "--lr is not read by --suite mteb"),
-        (("--suite", "mteb", "--tasks", "a", "--valid_data_path", "x"), "brings its own data"),
     ],
 )
 def test_refusals(run_of, capsys, monkeypatch, flags, message):
@@ -165,39 +162,6 @@ def test_refusals(run_of, capsys, monkeypatch, flags, message):
     assert evaluate(run_of("decoder"), *flags) == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
-
-
-def test_a_missing_package_is_a_sentence(run_of, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert evaluate(run_of("decoder"), "--suite", "lm_eval", "--tasks", "a") == 2
-    assert "pip install 'lm_eval>=" in capsys.readouterr().err
-
-
-class Index:
-    """lm_eval's manager of tasks, without reading the thousands that come with it."""
-
-    def __init__(self, include_path=None, include_defaults=True):
-        assert include_path is None and include_defaults
-        self.all_tasks = ["hellaswag", "piqa"]
-
-
-def test_a_task_that_the_library_does_not_know(run_of, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", ModuleType("lm_eval"))
-    monkeypatch.setitem(sys.modules, "lm_eval.tasks", SimpleNamespace(TaskManager=Index))
-    monkeypatch.setattr(suites, "open_saved", None)  # no model is loaded for it
-    run = run_of("decoder")
-    capsys.readouterr()
-    assert evaluate(run, "--suite", "lm_eval", "--tasks", "helaswag") == 2
-    error = capsys.readouterr().err
-    assert "--tasks helaswag: lm_eval has no such task; did you mean 'hellaswag'" in error
-    assert error.count("\n") == 1 and "Traceback" not in error
-
-
-@needs("mteb")
-def test_mteb_says_itself_that_it_does_not_know_a_task(run_of, capsys):
-    assert evaluate(run_of("encoder"), "--suite", "mteb", "--tasks", "STSBenchmrk") == 2
-    error = capsys.readouterr().err
-    assert "mteb has no such task" in error and "STSBenchmark" in error and "Traceback" not in error
 
 
 def test_a_checkpoint_that_its_run_removes_meanwhile_is_left_out(run_of, monkeypatch, caplog):
@@ -214,13 +178,3 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_left_out(run_of, monkeyp
     assert evaluate(run, "--suite", "lm_eval", "--tasks", "a") == 0
     assert [record["step"] for record in records(run, "lm_eval")] == [2]
     assert "step_000004 is left out: its run has removed it meanwhile" in caplog.text
-
-
-def test_a_run_without_checkpoints_and_several_workers(tmp_path, capsys, monkeypatch):
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    monkeypatch.setattr(suites.Suite, "check", lambda self: None)
-    assert evaluate(tmp_path / "run", "--suite", "lm_eval", "--tasks", "a") == 2
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert evaluate(tmp_path / "run", "--suite", "lm_eval", "--tasks", "a") == 2
-    error = capsys.readouterr().err
-    assert "has no checkpoint yet" in error and "measured by one process" in error

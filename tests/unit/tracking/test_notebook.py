@@ -7,8 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lm_experiments_tools.tracking import notebook, progress, tracker
-from lm_experiments_tools.tracking.notebook import LiveCurve, Results
+from lm_experiments_tools.tracking.notebook import Results
 from lm_experiments_tools.tracking.progress import make_bar
 
 CELL = """
@@ -35,23 +34,6 @@ def test_a_bar_is_for_a_terminal_and_one_worker(monkeypatch, stream, show, seen)
     assert ("3/3" in stream.getvalue()) == seen
 
 
-def test_a_command_of_less_than_seconds_shows_none(monkeypatch):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    assert list(make_bar(range(5), desc="rows")) == [0, 1, 2, 3, 4] and terminal.getvalue() == ""
-
-
-def test_curve_is_a_picture_of_its_points(monkeypatch):
-    curve = LiveCurve()
-    curve.points = {"train": [(10, 4.0), (20, 2.0)], "valid": [(20, 3.0)]}
-    svg = ElementTree.fromstring(curve._repr_html_())
-    lines = [shape.get("points").split() for shape in svg.iter("polyline")]
-    (x0, y0), (x1, y1) = (map(float, point.split(",")) for point in lines[0])
-    ((_, y2),) = (map(float, point.split(",")) for point in lines[1])
-    assert x0 < x1 and y0 < y2 < y1 and y2 == pytest.approx((y0 + y1) / 2)  # a picture's y grows downwards
-    assert {"train 2.000", "valid 3.000"} <= {text.text for text in svg.iter("text")}
-
-
 def test_results_are_dictionaries_and_tables():
     results = Results(train={"loss": 1.23456}, valid={"loss": 2.0, "f1": None})
     assert results == {"train": {"loss": 1.23456}, "valid": {"loss": 2.0, "f1": None}}
@@ -74,16 +56,6 @@ def test_a_kernel_shows_bar_and_curve(tmp_path):
     assert "3/3" in bar and "loss 1.000" in bar
 
 
-def test_test_data_alone_draws_no_curve(monkeypatch):
-    drawn = []
-    monkeypatch.setattr(LiveCurve, "add", lambda curve, *point: drawn.append(point))
-    monkeypatch.setattr(tracker, "live_curve", LiveCurve)
-    with tracker.Tracker(None, rank=0) as log:
-        for split in ("valid", "test"):
-            log.log(split, 3, 3, 3, {"loss": 2.0})
-    assert drawn == [("valid", 3, 2.0)]
-
-
 def test_an_error_of_the_user_is_one_line_in_a_kernel(tmp_path):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
@@ -94,15 +66,3 @@ def test_an_error_of_the_user_is_one_line_in_a_kernel(tmp_path):
     assert book.cells[0].outputs[-1].output_type == "execute_result"  # what the stop button tells a notebook by
     (error,) = book.cells[1].outputs
     assert error.traceback == ["UserError: FineTuner has no setting 'batch': did you mean batch_size?"]
-
-
-def test_outside_a_kernel_there_is_no_curve():
-    assert not progress.in_notebook() and notebook.live_curve() is None
-
-
-def test_colab_is_a_notebook(monkeypatch):
-    """Its shell is `class Shell(ipykernel.zmqshell.ZMQInteractiveShell)` of google.colab._shell."""
-    zmqshell = pytest.importorskip("ipykernel.zmqshell")
-    shell = type("Shell", (zmqshell.ZMQInteractiveShell,), {})
-    monkeypatch.setattr("IPython.get_ipython", lambda: shell.__new__(shell))
-    assert progress.in_notebook()

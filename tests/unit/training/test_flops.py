@@ -57,7 +57,6 @@ def gpt2():
 
 SEQ2SEQ = {
     "t5": t5,
-    "t5 1.1": lambda: t5(feed_forward_proj="gated-gelu"),
     "our t5": our_t5,
     "our t5 1.1": lambda: our_t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False),
     "our t5, fast step": lambda: fast(our_t5(dropout_rate=0.1)),

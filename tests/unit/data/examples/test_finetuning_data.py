@@ -7,17 +7,14 @@ import logging
 import random
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq
 
 from lm_experiments_tools.data.examples.examples import LabelFields, TextFields, label_examples, text_examples
 from lm_experiments_tools.data.text.records import RejectedRecords, rows
-from lm_experiments_tools.data.text.sources import file_of_split
 from lm_experiments_tools.labels import IGNORED_LABEL
 from tests.helpers.finetuning_toys import WORDS, pairs, read, word_tokenizer, write_json
-from tests.helpers.padding import padding
 from tests.helpers.real_data import DATA, lacking
 
 VOCABS = DATA / "vocabs"
@@ -302,49 +299,6 @@ def test_rows_of_one_id_are_one_example_of_several_references_in_evaluation_alon
     assert [example.name for example in data.splits["valid"].examples] == ["q0", "q1", "q2"]
 
 
-GLUE = {  # columns of the official files (Wang et al. 2019), one row, and what shall be found in it
-    "SST-2": ("sentence\tlabel", "it 's fine \t1", ["it 's fine "], "1", "sentence: it 's fine "),
-    "CoLA": (None, "gj04\t1\t\tHe left.", ["He left."], "1", "sentence: He left."),
-    "MRPC": (
-        "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String", "1\t7\t8\tA \"b.\tC.", ['A "b.', "C."], "1",
-        'sentence1: A "b. sentence2: C.',
-    ),
-    "QQP": (
-        "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate", "0\t1\t2\tA?\tB?\t0", ["A?", "B?"], "0",
-        "question1: A? question2: B?",
-    ),
-    "MNLI": (
-        "index\tsentence1_binary_parse\tsentence1\tsentence2\tlabel1\tgold_label",
-        "0\t( a )\tA\tB\tneutral\tentailment",
-        ["A", "B"], "entailment", "sentence1: A sentence2: B",
-    ),
-    "QNLI": ("index\tquestion\tsentence\tlabel", "0\tA?\tB.\tentailment", ["A?", "B."], "entailment",
-             "question: A? sentence: B."),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", GLUE)
-def test_sentences_and_labels_of_glue_are_found(name, tmp_path):
-    header, row, texts, label, text = GLUE[name]
-    path = tmp_path / "train.tsv"
-    path.write_text((f"{header}\n" if header else "") + row + "\n", encoding="utf-8")
-    columns = () if header else ("source", "label", "mark", "sentence")
-    found = file_of_split(str(tmp_path), "train")
-    (example,) = label_examples(found, LabelFields(columns=columns), RejectedRecords(0), names=["x", label])
-    assert [example.source, *([example.pair] if example.pair else [])] == texts
-    assert example.label == 1
-    fields = LabelFields(prefix="p: ", columns=columns)
-    (example,) = label_examples(found, fields, RejectedRecords(0), names=[label], words=["yes"])
-    assert (example.source, example.targets, example.label) == ("p: " + text, ("yes",), 0)
-
-
-def test_folder_gives_the_file_of_each_split(tmp_path):
-    for name in ("train.tsv", "dev_matched.tsv", "test.jsonl"):
-        (tmp_path / name).write_text("x\n")
-    files = [file_of_split(str(tmp_path), split) for split in ("train", "valid", "test")]
-    assert files == [str(tmp_path / name) for name in ("train.tsv", "dev_matched.tsv", "test.jsonl")]
-
-
 @pytest.mark.parametrize(
     ("labels", "expected"),
     [
@@ -394,16 +348,6 @@ def test_causal_lm_predicts_every_token_of_the_documents_once(tmp_path):
             found.update((a, b) for a, b in zip(ids[:-1], labels[1:], strict=True) if b != IGNORED_LABEL)
     assert found == follows
     assert len(data.train.dataset) == -(-len(stream) // 7)
-
-
-def test_buckets_leave_little_padding_on_real_data(t5, tmp_path):
-    path = head(SCITLDR / "train.json", 512, tmp_path)
-    dataset = read(t5, data_path=(path,), batch_size=8, gradient_accumulation_steps=4).train.dataset
-    numbers = np.arange(512)
-    assert padding(dataset, 8, dataset.arrangement(numbers)) < 0.10 < 0.30 < padding(dataset, 8, numbers)
-    assert "buckets of 32 rows" in dataset.describe()
-    lengths = dataset.lengths(np.arange(512))
-    assert lengths.shape == (2, 512) and lengths[1].max() < 128
 
 
 def test_causal_lm_of_a_folder_validates_on_its_validation_file(tmp_path):

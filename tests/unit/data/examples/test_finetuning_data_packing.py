@@ -35,13 +35,6 @@ def test_first_fit_is_the_textbook_one():
     assert items.tolist() == [0, 2, 1, 3, 7, 4, 5, 6, 8] and sizes.tolist() == [2, 3, 2, 1, 1]
 
 
-def test_first_fit_looks_at_the_64_rows_last_opened():
-    lengths = np.array([[9] + [10] * 63 + [1]])
-    assert len(pack(lengths, np.array([10]))[1]) == 64
-    lengths = np.array([[9] + [10] * 64 + [1]])
-    assert len(pack(lengths, np.array([10]))[1]) == 66
-
-
 def test_segments_lay_out_the_worked_example_of_the_module():
     segments = Segments(np.array([2, 1]), np.array([3, 2, 4]), 6)
     assert segments.ids().tolist() == [[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 0, 0]]

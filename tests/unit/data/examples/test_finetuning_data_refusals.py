@@ -27,32 +27,22 @@ def write(path, text):
         ("a.jsonl", '{"source": "w1"', {}, ":2: not valid JSON"),
         ("a.jsonl", '{"sauce": "w1", "target": "w2"}', {}, ":2: no field s, source, input, text, article (there is "
          "'sauce', 'target'): name it by --source_id"),
-        ("a.jsonl", '{"source": "w1"}', {}, ":2: no field t, target, targets, output, summary"),
         ("a.jsonl", '{"source": "w1", "x": "w2"}', {"target_id": "target"}, ":2: no key 'target' (there is"),
         ("a.jsonl", '{"source": "", "target": "w1"}', {}, ":2: 'source' is empty"),
-        ("a.jsonl", '{"source": null, "target": "w1"}', {}, ":2: 'source' is empty"),
         ("a.jsonl", '{"source": "w1", "target": {"text": ["w2"], "start": 1}}', {}, ":2: 'target' is of type dict "
          "with 'text', 'start', not text: see \"Other forms of rows\" in docs/finetuning_data.md"),
-        ("a.jsonl", '{"source": "w1", "targets": []}', {}, ":2: 'targets' is an empty list of references"),
         ("a.jsonl", '{"source": "w1", "targets": ["w1", null]}', {}, ":2: 'targets' is null"),
-        ("a.jsonl", '{"source": "w1", "target": null}', {}, ":2: 'target' is null, no target (an empty one is \"\")"),
         ("a.jsonl", '{"translation": "w1"}', {}, ":2: 'translation' is of type str, not an object of two texts"),
         ("a.jsonl", '{"source": "w1", "target": "\\ud800"}', {}, ":2: 'target' contains half of a surrogate pair"),
-        ("b.jsonl", '{"text": "w1", "label": ""}', CLASSES, ":2: no label ('')"),
-        ("b.jsonl", '{"text": "w1", "label": -1}', CLASSES, ":2: no label (-1): leave out the row, or name all"),
-        ("b.jsonl", '{"text": "w1", "label": NaN}', CLASSES, ":2: no label (nan)"),
-        ("b.jsonl", '{"text": "w1", "label": [1]}', CLASSES, ":2: the label [1] is neither a string nor an integer"),
         ("b.jsonl", '{"text": "w1", "label": 0.5}', CLASSES, ":2: the label 0.5 is neither a string nor an integer"),
-        ("b.jsonl", '{"text": "w1"}', CLASSES, ":2: no field label, gold_label, score, is_duplicate, Quality"),
-        ("b.jsonl", '{"txt": "w1", "label": "a"}', CLASSES, ":2: no field sentence, text (there is 'txt', 'label')"),
         ("b.jsonl", '{"text": "w1", "label": "b"}', {**CLASSES, "label_names": ("a",)}, ":2: the label 'b' is none "
          "of a"),
         ("b.jsonl", '{"question": "w1", "sentence": "w2", "label": "a"}', CLASSES, ":2: a pair (question, "
          "sentence), where "),
         ("c.jsonl", '{"text": "w1", "label": "b"}', NUMBERS, ":2: the label 'b' is not a number"),
         ("c.jsonl", '{"text": "w1", "label": NaN}', NUMBERS, ":2: no label (nan)"),
-        ("c.jsonl", '{"text": "w1", "label": 1%s}' % ("0" * 400), NUMBERS, ":2: the label 1"),
         ("c.jsonl", '{"text": "w1", "label": -4e38}', NUMBERS, ":2: the label -4e+38"),
+        ("c.jsonl", '{"text": "w1", "label": 1%s}' % ("0" * 400), NUMBERS, ":2: the label 1"),
     ],
 )  # fmt: skip
 def test_bad_row_is_a_sentence_with_its_place_and_may_be_left_out(name, bad, flags, reason, tmp_path, caplog):
@@ -77,11 +67,6 @@ def test_bad_row_is_a_sentence_with_its_place_and_may_be_left_out(name, bad, fla
         ("a.csv", "source,source\nw1,w2\n", " names a column twice in its first line (source, source)"),
         ("a.tsv", b"source\ttarget\nw1\t\xe9\n", ":2: not UTF-8: save the file as UTF-8"),
         ("a.csv", "größe,b\n1,2\n".encode("cp1252"), ": its first line is not UTF-8"),
-        ("a.csv", "a,b\n1,2\n".encode("utf-16-le"), ": its first line is not UTF-8"),
-        ("a.csv", "a,b,\n1,2,3\n", ":2: 3 columns, where the first line has 2"),
-        ("a.tsv", 'a\tb\n"x\ty"\t1\n', ":2: 3 columns, where the first line has 2"),
-        ("a.csv", "a,b\n1,2\n".encode("utf-16"), ": its first line is not UTF-8"),
-        ("a.jsonl", '[{"source": "w1", "target": "w2"}]', ":1: a JSON list, not an object"),
     ],
 )  # fmt: skip
 def test_bad_tables_are_sentences_with_their_place(name, text, reason, tmp_path):
@@ -116,9 +101,6 @@ def test_more_bad_rows_than_allowed_are_refused_with_the_first(tmp_path):
         (LABEL, {"task": "classification", "label_names": ("a", "b", "c"), "label_words": ("w1", "正面", "负面"),
                  "optimize_metric": "loss"}, "the label words 正面 and 负面 are the same tokens to the model (<unk> "
          "</s>, within --target_seq_len"),
-        (LABEL, {"task": "classification", "label_names": ("a", "b"), "label_words": ("w1 w2", "w1 w3"),
-                 "optimize_metric": "loss", "target_seq_len": 2}, "the label words w1 w2 and w1 w3 are the same "
-         "tokens to the model (w1 </s>, within --target_seq_len 2)"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_fit_the_data_are_a_sentence(content, flags, reason, tmp_path):
@@ -172,14 +154,6 @@ def test_names_of_fields_that_no_model_reads_may_differ(tmp_path):
     assert len(data.train.dataset) == 2
 
 
-def test_the_first_bad_row_is_named_where_all_are_bad_but_allowed(tmp_path):
-    path = write_json(tmp_path / "a.jsonl", [{"sauce": "w1", "target": "w2"}] * 40)
-    with pytest.raises(
-        UserError, match=r"no example in .*: 40 bad rows, the first is .*:1: no field s, source, .*--source"
-    ):
-        read(word_tokenizer(), data_path=(path,), max_bad_lines=100)
-
-
 def test_labels_of_one_number_are_one_label(tmp_path):
     path = write_json(tmp_path / "a.jsonl", [{"text": "w1", "label": label} for label in ("2.0", 2, "2.10")])
     assert read(word_tokenizer(), data_path=(path,), **CLASSES).label_names == ("2", "2.10")
@@ -187,27 +161,6 @@ def test_labels_of_one_number_are_one_label(tmp_path):
     assert names == ("2.10", "2")
     with pytest.raises(UserError, match="names a label twice"):
         read(word_tokenizer(), data_path=(path,), label_names=("2.0", "2"), **CLASSES)
-
-
-def test_labels_of_no_training_data_must_be_named(tmp_path):
-    valid = write(tmp_path / "b.jsonl", LABEL)
-    with pytest.raises(UserError, match="give --data_path or --label_names"):
-        read(word_tokenizer(), valid_data_path=valid, validate_only=True, **CLASSES)
-
-
-@pytest.mark.parametrize(
-    ("path", "reason"),
-    [
-        ("a.jsonl", "a.jsonl does not exist"),
-        ("./x/a", "./x/a does not exist"),
-        ("{tmp}", "has none of the train files"),
-        ("{tmp}/a.xml", r"a\.xml is no file of \.jsonl"),
-    ],
-)
-def test_paths_that_are_not_there_are_sentences(path, reason, tmp_path):
-    (tmp_path / "a.xml").touch()
-    with pytest.raises(UserError, match=reason):
-        read(word_tokenizer(), data_path=(path.format(tmp=tmp_path),))
 
 
 def test_a_tokenizer_without_an_end_of_text_is_a_sentence(tmp_path):
@@ -259,14 +212,9 @@ def test_instructions_are_read_by_their_split_and_limits(tmp_path, caplog):
         ({"t": task()}, None, {"sni_split": "official"}, "--sni_split"),
         ({"t": "{"}, None, {}, "t.json is no task of Super-Natural-Instructions"),
         ({"t": {"Definition": "x"}}, None, {}, "'Instances'"),
-        ({"t": task(Instances=[])}, None, {}, "has no instance, no definition"),
         ({"t": task(Instances={"a": 1})}, None, {}, "copy it again"),
-        ({"t": task(Instances=5)}, None, {}, "copy it again"),
-        ({"t": task(**{"Negative Examples": {}})}, None, {}, "copy it again"),
         ({"t": task(**{"Positive Examples": [{"input": ["x"], "output": "x"}]})}, None, {}, "of type list, not text"),
         ({"t": task(Instances=[{"input": "w1"}])}, None, {}, "t.json, instance 1: no field 'output'"),
-        ({"t": task(Instances=[{"input": "w1", "output": [None]}])}, None, {}, "instance 1: 'output' is null"),
-        ({"t": task(Instances=[{"input": {}, "output": ["w"]}])}, None, {}, "instance 1: 'input' is of type dict"),
         ({"t": task(Instances=["x"])}, None, {}, "instance 1: of type str, not an object"),
         ({"t": task()}, None, {"input_seq_len": 11}, "the prompt of t has 13 tokens"),
     ],
@@ -276,51 +224,3 @@ def test_instructions_that_cannot_be_used_are_a_sentence(tasks, listed, flags, r
     with pytest.raises(UserError) as raised:
         read(word_tokenizer(), data_path=(folder,), **INSTRUCTIONS, **flags)
     assert reason in str(raised.value)
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
-def test_numbers_and_empty_texts_of_instructions_are_texts(encoding, tmp_path):
-    def values(*three):
-        one, two, three = three
-        example = {"input": one, "output": two, "explanation": three}
-        instances = [{"input": one, "output": output} for output in (one, [one, two], "", three)]
-        return task(Instances=instances, **{"Positive Examples": [example]})
-
-    found = []
-    for name, content in (("numbers", values(1, 2.5, 30)), ("texts", values("1", "2.5", "30"))):
-        folder = sni(tmp_path / name, {"t": content})
-        for path in (tmp_path / name).rglob("*.*"):
-            path.write_text(path.read_text(), encoding=encoding)
-        flags = {"num_pos_examples": 1, "add_explanation": True, **INSTRUCTIONS}
-        found.append(
-            read(word_tokenizer(), data_path=(folder,), test_data_path=folder, **flags).splits["test"].examples
-        )
-    assert found[0] == found[1] and [e.targets for e in found[0]] == [("1",), ("1", "2.5"), ("",), ("30",)]
-    assert [example.name for example in found[0]] == ["0", "1", "2", "3"]
-
-
-def test_an_explanation_that_is_null_is_none(tmp_path):
-    flags = {"num_pos_examples": 1, "add_explanation": True, **INSTRUCTIONS}
-    sources = []
-    for name, explanation in (("null", {"explanation": None}), ("none", {})):
-        example = {"input": "w3", "output": "w4", **explanation}
-        folder = sni(tmp_path / name, {"t": task(**{"Positive Examples": [example]})})
-        data = read(word_tokenizer(), data_path=(folder,), test_data_path=folder, **flags)
-        sources.append([found.source for found in data.splits["test"].examples])
-    assert sources[0] == sources[1] and "Output: w4." in sources[0][0]
-
-
-def test_text_for_causal_lm_that_cannot_be_used_is_a_sentence(tmp_path):
-    flags = {"model_type": "decoder", "task": "causal_lm", "optimize_metric": "loss"}
-    path = write(tmp_path / "a.jsonl", '{"txt": "w1"}\n')
-    with pytest.raises(UserError, match=r"a\.jsonl:1: no key 'text'"):
-        read(word_tokenizer(), data_path=(path,), **flags)
-    with pytest.raises(UserError, match=r"there is no document in .*: 1 bad lines and nothing else"):
-        read(word_tokenizer(), data_path=(path,), max_bad_lines=1, **flags)
-
-
-def test_a_list_of_tasks_that_is_not_utf8_is_a_sentence(tmp_path):
-    folder = sni(tmp_path, {"t": task()})
-    (tmp_path / "splits" / "default" / "train_tasks.txt").write_bytes(b"t\n\xff\n")
-    with pytest.raises(UserError, match=r"train_tasks\.txt is not UTF-8 at byte 2"):
-        read(word_tokenizer(), data_path=(folder,), **INSTRUCTIONS)

@@ -14,7 +14,7 @@ from lm_experiments_tools.data.examples.examples import (
     text_examples,
 )
 from lm_experiments_tools.data.text.records import RejectedRecords, rows
-from lm_experiments_tools.data.text.sources import PythonRows, as_source, as_sources, file_of_split
+from lm_experiments_tools.data.text.sources import as_source, as_sources, file_of_split
 from lm_experiments_tools.errors import UserError
 from tests.helpers.finetuning_toys import pairs, read, word_tokenizer, write_json
 
@@ -82,13 +82,6 @@ def test_parquet_is_read_and_a_folder_of_it_by_splits(tmp_path):
     (tmp_path / "half.parquet").write_bytes((tmp_path / "one.parquet").read_bytes()[:200])
     with pytest.raises(UserError, match=r"half\.parquet is damaged or not of its ending .*: copy it again"):
         rows_of(tmp_path / "half.parquet")
-
-
-def test_json_lines_may_have_a_list_called_data(tmp_path):
-    rows = [{"source": "w1", "data": [1, 2]}, {"source": "w2", "data": [{"a": 1}]}]
-    for some in (rows, rows[:1]):
-        (tmp_path / "a.json").write_text("".join(json.dumps(row) + "\n" for row in some))
-        assert rows_of(tmp_path / "a.json") == some
 
 
 def test_a_folder_has_its_validation_data_by_any_name_of_hugging_face(tmp_path):
@@ -191,11 +184,6 @@ def test_what_is_no_row_is_refused(value, sentence):
         rows_of_source(value, "train")
 
 
-def test_equal_names_of_other_rows_are_other_data():
-    one, other = PythonRows("rows", ROWS), PythonRows("rows", [*ROWS])
-    assert one != other and one == PythonRows("rows", one.rows) and (one,) != (other,) and one != "rows"
-
-
 def test_an_id_is_taken_from_the_field_that_is_named(tmp_path):
     path = write_json(
         tmp_path / "a.jsonl", [{**row, "id": "x", "key": number // 2} for number, row in enumerate(ROWS)]
@@ -293,9 +281,3 @@ def test_the_table_of_mnli_has_its_own_names_and_the_hub_those_of_t5(tmp_path):
     ):
         (example,) = label_examples(hub, fields, RejectedRecords(0), names=("neutral",), words=("maybe",))
         assert example.source == expected
-
-
-def test_rows_of_one_file_without_a_header_have_the_columns_that_are_named(tmp_path):
-    (tmp_path / "train.tsv").write_text("gj04\t1\t\tHe left.\nbc01\t0\t*\tHe leaving.\n")
-    flags = {"table_columns": ("source", "label", "mark", "sentence"), "max_bad_lines": 0}
-    assert encoded_labels(str(tmp_path), "classification", **flags) == (("0", "1"), [1, 0])

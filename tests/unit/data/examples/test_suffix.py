@@ -5,7 +5,6 @@ import pytest
 
 from lm_experiments_tools import FineTuner
 from lm_experiments_tools.data.examples.text_encoder import ExampleEncoder
-from lm_experiments_tools.errors import UserError
 from tests.helpers.finetuning_toys import read, word_tokenizer, write_json
 from tests.helpers.pretrained_toys import save_toy
 
@@ -49,16 +48,3 @@ def test_training_evaluation_and_prediction_read_it(kind, tmp_path, monkeypatch)
     assert len(seen) == 2 and all(
         rows[0].tolist() == tuner.tokenizer("w7 w1 w2 w80 w81")["input_ids"] for rows in seen
     )
-
-
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        ({"suffix": LONG}, "a source needs more than 31 tokens"),
-        ({"prefix": LONG[:30], "suffix": LONG[:40]}, "--prefix with --suffix has"),
-    ],
-)
-def test_no_room_for_a_source_is_a_sentence(flags, reason, tmp_path):
-    path = write_json(tmp_path / "a.jsonl", [{"source": "w1", "target": "w3"}])
-    with pytest.raises(UserError, match=reason):
-        read(word_tokenizer(), data_path=(path,), input_seq_len=20, target_seq_len=8, **flags)

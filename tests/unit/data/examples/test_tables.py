@@ -48,14 +48,6 @@ def test_a_table_of_a_spreadsheet_program_has_the_rows_that_were_written(name, c
     assert [row.value for row in rows(str(tmp_path / name), RejectedRecords(0))] == expected
 
 
-def test_quotation_marks_of_a_tsv_are_text(tmp_path):
-    """As in GLUE's QQP, which all read without quoting."""
-    text = 'a\tb\n"x"\t"y"\n"an ""x"" too"\t1\n"and ""y"""\t1\n'
-    (tmp_path / "a.tsv").write_text(text)
-    expected = list(csv.DictReader(io.StringIO(text), delimiter="\t", quoting=csv.QUOTE_NONE))
-    assert [row.value for row in rows(str(tmp_path / "a.tsv"), RejectedRecords(0))] == expected
-
-
 @pytest.mark.parametrize(("targets", "expected"), [(["x", "y"], True), (["x"], True), ([""], True), ([], False)])
 def test_targets_of_a_table_may_be_arrays(targets, expected):
     """As pandas has lists of a Parquet file."""

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from examples.objectives import MASS, TextInfilling
-from lm_experiments_tools.config.objectives import OBJECTIVE, OBJECTIVES
+from lm_experiments_tools.config.objectives import OBJECTIVE
 from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.objectives.objective import Objective, TokenIds
 from lm_experiments_tools.data.objectives.token_rows import TokenRows
@@ -149,13 +149,6 @@ def test_objectives_of_the_literature_train(start):
         start(task=f"examples.objectives:{name}", task_options="period_id=5", iters=1, model_path=name)
 
 
-def test_every_objective_is_named_in_the_help_of_the_flag_and_on_the_page_of_objectives():
-    page = (ROOT / "docs" / "objectives.md").read_text(encoding="utf-8")
-    source = (ROOT / "lm_experiments_tools" / "config" / "objectives.py").read_text(encoding="utf-8")
-    text = source.split('    task: str = "span_corruption"\n')[1].split('"""')[1]
-    assert all(name in text and f"| `{name}` |" in page for name in OBJECTIVES)
-
-
 def test_a_module_is_one_of_objectives_by_its_imports_alone(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     folder = tmp_path / "ours" / "deep"  # without __init__.py
@@ -199,9 +192,7 @@ class Returning(Objective):
         ("encoder-decoder", lambda row: {"input_ids": row}, "has no labels: return both"),
         ("encoder-decoder", lambda row: {"input_ids": row + 0.5, "labels": row}, "input_ids of type float64"),
         ("encoder-decoder", lambda row: {"input_ids": row[None], "labels": row}, "return one row of integers"),
-        ("encoder-decoder", lambda row: {"input_ids": None, "labels": row}, "return one row of integers"),
         ("encoder-decoder", lambda row: {"input_ids": row + 10**6, "labels": row}, "but the vocabulary has"),
-        ("encoder-decoder", lambda row: {"input_ids": row, "labels": row - 10**6}, "but the vocabulary has"),
         ("encoder-decoder", lambda row: {"input_ids": row, "labels": row, "attention_mask": row}, "leave it out"),
         (
             "encoder-decoder",
@@ -209,7 +200,6 @@ class Returning(Objective):
             "16 decoder_input_ids and 16 labels, without EOS: return 17",
         ),
         ("decoder", lambda row: {"input_ids": row, "labels": row[:-1]}, "the decoder needs as many"),
-        ("encoder-decoder", lambda row: {"input_ids": [[1], [2, 3]], "labels": row}, "lists of lists .*one row of"),
         (
             "encoder-decoder",
             lambda row: {"input_ids": row, "labels": row, **({"token_type_ids": row} if row[0] // 16 % 2 else {})},

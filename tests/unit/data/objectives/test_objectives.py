@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from lm_experiments_tools.config.objectives import OBJECTIVES as REGISTRY
 from lm_experiments_tools.config.objectives import PAPER_DENOISERS
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.data.arrangement import Buckets, LongestFirst
@@ -183,14 +182,6 @@ def test_less_than_a_row_is_one_padded_example(make, num_tokens):
         assert sorted(row) == list(range(10, 10 + num_tokens))
 
 
-def test_a_warning_names_data_of_less_than_a_row_and_no_other(caplog):
-    span_corruption(text(20))
-    assert "the data has only 20 tokens: each epoch is one padded example" in caplog.text
-    caplog.clear()
-    data = span_corruption(text(1000))
-    assert data.members[0]._last_row_is_short and "padded" not in caplog.text
-
-
 @every_objective
 def test_an_example_does_not_depend_on_its_batch(make):
     data = make(text(1000))
@@ -331,22 +322,6 @@ def test_denoisers_read_as_much_as_fits():
 # ---- buckets
 
 
-@pytest.mark.parametrize(
-    ("make", "bucket_rows", "rows", "low", "high"),
-    [(prefix_lm, 8, 8, 0, 0.07), (ul2, 64, 64, 0, 0.07), (prefix_lm, 8, 32, 0.2, 0.6)],
-)
-def test_padding_of_micro_batches_is_small_where_they_are_buckets(make, bucket_rows, rows, low, high):
-    data = make(source(np.full(900_000, 20)), input_length=256, target_length=256)
-    bucketed = data.arranged(Buckets(data.lengths, len(data), bucket_rows, 0))
-    cells = tokens = 0
-    for start in range(0, len(data) - rows, rows):  # as the loop trims micro-batches
-        batch = bucketed.batch(np.arange(start, start + rows))
-        for used in (batch["attention_mask"] == 1, batch["labels"] != -100):
-            tokens += used.sum()
-            cells += used.shape[0] * min(-(-int(used.sum(axis=1).max()) // 8) * 8, used.shape[1])
-    assert low <= 1 - tokens / cells < high
-
-
 class EvenTokens(Objective):
     """An objective whose lengths depend on the tokens."""
 
@@ -426,20 +401,6 @@ def test_a_vocabulary_without_room_for_them_is_refused(tmp_path):
         mode_ids(vocabulary(tmp_path, extra_ids=3))
     with pytest.raises(UserError, match=r"neither \[MASK\] nor <mask> nor a sentinel"):
         MaskedLM.create(vocabulary(tmp_path, extra_ids=0), 8)
-
-
-@pytest.mark.parametrize("task", REGISTRY)
-def test_a_task_is_its_dataset_and_says_what_it_does(tmp_path, task):
-    args = T5PretrainingArgs(data_path=("x",), task=task, input_seq_len=64, model_cfg="t5-micro", lr=1.0)
-    tokens, words = [source(np.full(9000, 20)), source(np.full(4000, 21), "y")], vocabulary(tmp_path)
-    for data in (
-        mixed(args, words, [tokens], 2),
-        mixed(args, words, tokens, 2),
-    ):
-        assert {"input_ids", "attention_mask", "labels"} == set(data.batch(np.arange(4)))
-        assert task.split("_")[0][:4] in data.describe().replace("masked LM", "mlm")
-        assert ("all lengths in each 20 rows" in data.describe()) == (task in ("prefix_lm", "ul2"))
-    assert mixed(args, words, [tokens]).fingerprint != data.fingerprint
 
 
 # ---- refusals

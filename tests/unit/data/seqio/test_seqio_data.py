@@ -218,7 +218,6 @@ def test_a_broken_triton_does_not_end_the_worker(tmp_path, monkeypatch, capsys, 
         ({"data_path": ("text.txt",)}, "--data_path is not for --task tasks:numbers"),
         ({"streaming": True}, "--streaming is not for"),
         ({"vocab": None}, "needs --vocab"),
-        ({"task": "span_corruption"}, "--data_path is missing"),
     ],
 )
 def test_flags_in_conflict(vocab, settings, sentence):

@@ -315,15 +315,6 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
             {"data_path": ("NUMBERS",), "max_bad_lines": 100},
             r"more than 100 bad lines: 101 so far, the first is .*numbers.jsonl:\d+: .*not a string; they are",
         ),
-        (
-            {"data_path": ("NUMBERS",), "text_key": "id"},
-            r"more than 100 bad lines: 101 so far, .*numbers\.jsonl:\d+: no key 'id'.*--text_key",
-        ),
-        (
-            {"data_path": ("NUMBERS",), "text_key": "id", "max_bad_lines": 1000},
-            r"no document in .*numbers\.jsonl: \d+ bad lines and nothing else \(the first: .*numbers\.jsonl:\d+: "
-            r"no key 'id' \(there is 'text'\); see .*bad_lines\.jsonl\); name .* by --text_key",
-        ),
         ({"data_path": ("HALF",)}, r"half\.idx exists without .*half\.bin"),
         ({"data_path": ("TOKENS",)}, "is tokenized already: leave out --streaming"),
         ({"noise_density": 0.9, "mean_noise_span_length": 1.0}, "noise_density|spans"),

@@ -24,7 +24,7 @@ from lm_experiments_tools.data.text.records import (
     records,
     text_of,
 )
-from lm_experiments_tools.data.text.sources import Shard, plan_shards
+from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.errors import UserError
 
 # (line of a .jsonl file, the reason it is bad; None: its text is "fine")
@@ -33,26 +33,18 @@ LINES = [
     (b'{"id": 3, "text": "fine", "meta": {"text": 1}}', None),
     (b'  {"text": "fine"}\r', None),
     (b'{"text": "fine"', "not valid JSON"),
-    (b'{"text": "fine"} {"text": "fine"}', "not valid JSON"),
-    (b"{\"text\": 'fine'}", "not valid JSON"),
     (b"[" * 100_000, "nested too deeply|not valid JSON"),
     (b'{"text": 1%s}' % (b"0" * 5000), "not valid JSON"),
     (b'["fine"]', "a JSON list, not an object: write one object a line"),
     (b"[", "a JSON list, not an object: write one object a line"),
     (b"{", "a JSON object over several lines: write each object on one line"),
-    (b'"fine"', "a JSON str, not an object"),
-    (b"null", "a JSON NoneType, not an object"),
     (b'{"content": "fine", "id": 1}', r"no key 'text' \(there is 'content', 'id'\)"),
-    (b"{}", "there is none"),
     (b'{"text": 12}', "of type int"),
-    (b'{"text": ["fine"]}', "of type list"),
     (b'{"text": "a\\u0000b"}', "NUL"),
     (b'{"text": "a\\ud800b"}', "surrogate"),
     (b'{"text": "caf\xe9"}', "not UTF-8 at byte 13"),
     ('{"text": "fine"}'.encode("utf-16"), "not UTF-8 at byte 0"),
-    (b"\x00\x01\x02", "not valid JSON"),
 ]
-EMPTY = [b'{"text": ""}', b'{"text": null}', b'{"text": " \\n "}', '{"text": "\u00a0"}'.encode()]
 
 
 def read(tmp_path, inputs, **options):
@@ -232,14 +224,6 @@ def test_a_file_that_changes_after_it_was_cut_is_an_error_at_every_shard(tmp_pat
             os.utime(data, ns=(1, 1))
 
 
-def test_a_shard_never_reads_beyond_its_end(tmp_path):
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(f'{{"text": "document {i}"}}\n' for i in range(100)))
-    for shard in plan_shards([str(data)], 500):
-        moved = Shard(shard.path, shard.kind, shard.start + 1, shard.end - 1)  # bounds that are no line's any more
-        assert len(list(read_shard(moved))) == len(list(read_shard(shard)))
-
-
 def test_a_document_larger_than_memory_is_a_bad_line_of_which_only_the_beginning_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MAX_DOCUMENT_BYTES", 40)
     long, longest = json.dumps({"text": "x" * 25}), json.dumps({"text": "y" * 5000})
@@ -280,16 +264,6 @@ def test_null_text_is_empty_text_and_nested_keys_are_followed(tmp_path):
     assert text_of({"meta": {"text": "b"}}, "meta.text") == "b"
 
 
-@pytest.mark.parametrize("number", [2, 90, 250])
-@pytest.mark.parametrize(
-    "row, bad_first", [({"content": "a"}, 0), ({"text": {"body": "a"}}, 0), ({"content": "a"}, 1)]
-)
-def test_a_wrong_key_names_the_flag_whatever_the_number_of_lines(tmp_path, number, row, bad_first):
-    (tmp_path / "a.jsonl").write_text("{\n" * bad_first + (json.dumps(row) + "\n") * number)
-    with pytest.raises(UserError, match="name the key of the text by --text_key"):
-        list(records([str(tmp_path / "a.jsonl")], "text", RejectedRecords(100)))
-
-
 def test_tables_and_json_lists_are_text_of_a_corpus_as_json_lines_are(tmp_path):
     rows = [{"id": str(n), "text": f'text; "{n}"'} for n in range(3)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -304,10 +278,3 @@ def test_tables_and_json_lists_are_text_of_a_corpus_as_json_lines_are(tmp_path):
     for shard in plan_shards([str(tmp_path)], 10):
         texts = [item.value for item in read_shard(shard)]
         assert [item.value for item in read_shard(shard, skip=1)] == texts[1:]
-
-
-def test_a_list_on_one_line_that_is_too_long_names_the_way_on(tmp_path, monkeypatch):
-    (tmp_path / "a.json").write_text(json.dumps([{"text": "word " * 40}]))
-    monkeypatch.setattr(module, "MAX_DOCUMENT_BYTES", 100)
-    with pytest.raises(UserError, match=r"a list of JSON on one line, a document of more than 100 B: .* jq -c"):
-        list(read_shard(Shard(str(tmp_path / "a.json"), "list")))

@@ -131,16 +131,6 @@ def test_a_file_of_two_inputs_is_refused_under_any_spelling(folder, tmp_path, mo
     assert len(sources.find_files(["owner/name:en", "owner/name:de", "in"])) == 3
 
 
-def test_a_single_parquet_file_is_read_as_a_dataset(folder):
-    pytest.importorskip("datasets")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    table = pytest.importorskip("pyarrow").table
-    for name, text in (("a.parquet", "a"), ("b.PARQUET", "b")):
-        parquet.write_table(table({"text": [text] * 3}), folder / name)
-        assert texts(folder / name) == [text] * 3
-    assert texts(folder / "a.parquet", folder / "b.PARQUET") == ["a"] * 3 + ["b"] * 3
-
-
 def test_rows_of_examples_are_read_from_the_same_endings(folder):
     (folder / "train.tsv.xz").write_bytes(lzma.compress(b"a\tb\n1\t2\n"))
     assert file_of_split(str(folder), "train") == str(folder / "train.tsv.xz")
@@ -150,24 +140,6 @@ def test_rows_of_examples_are_read_from_the_same_endings(folder):
     for name, expected in (("train.tsv.xz", {"a": "1", "b": "2"}), ("train.NDJSON", {"text": "x"})):
         path = file_of_split(str(folder / name), "train")
         assert [row.value for row in rows(path, RejectedRecords(0))] == [expected]
-
-
-def test_a_named_pipe_is_passed_over_in_a_folder_and_refused_by_name(folder):
-    (folder / "a.txt").write_text("a")
-    os.mkfifo(folder / "b.txt")
-    (folder / "c.txt").symlink_to(folder / "b.txt")
-    assert texts(folder) == ["a"]
-    with pytest.raises(UserError, match=r"b.txt is no file of"):
-        texts(folder / "b.txt")
-
-
-def test_a_text_file_without_blank_lines_is_named_as_one_document(folder, caplog):
-    (folder / "poems.txt").write_text("a line\n\n" * 2000)
-    (folder / "short.txt").write_text("a line\n" * 900)
-    assert len(texts(folder)) == 2001 and not caplog.records
-    (folder / "lines.txt").write_text("a line\n" * 5000)
-    assert len(texts(folder / "lines.txt")) == 1
-    assert "lines.txt (1 of 1 files) is one document for 1,000 lines or 64 KiB" in caplog.text
 
 
 @pytest.mark.parametrize("number, length", [(1500, 3000), (9, 20_000), (2000, 30)])

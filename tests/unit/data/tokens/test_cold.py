@@ -55,34 +55,3 @@ def test_memory_is_what_the_group_of_the_process_may_have(tmp_path, monkeypatch)
         (tmp_path / name).write_text("123456\n")
         assert devices.available_memory() == 123456
         (tmp_path / name).unlink()
-
-
-def resident(array):
-    """bool for each page of an array's map: whether it is in memory; reading it here would bring it there."""
-    libc = pytest.importorskip("ctypes").CDLL(None, use_errno=True)
-    address, length = array.__array_interface__["data"][0], array.nbytes
-    found = np.zeros(-(-length // mmap.PAGESIZE), np.uint8)
-    pointer = pytest.importorskip("ctypes").c_void_p
-    if libc.mincore(pointer(address), pointer(length), pointer(found.ctypes.data)):
-        pytest.skip("this system does not tell which pages are in memory")
-    return found & 1 == 1
-
-
-def dropped(prefix):
-    """The token file, with nothing of its tokens in memory."""
-    with open(f"{prefix}.bin", "rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    tokens = IndexedDataset(prefix)
-    tokens.tokens._mmap.madvise(mmap.MADV_RANDOM)
-    if resident(tokens.tokens).any():
-        pytest.skip("this file system keeps files in memory")
-    return tokens
-
-
-@needs_advice
-def test_a_cold_example_costs_its_own_pages(prefix):
-    tokens = dropped(prefix)
-    for start in (50_000, 700_000, 2_000_000):
-        assert len(np.array(tokens.tokens[start : start + 146])) == 146
-    assert resident(tokens.tokens).sum() <= 6

@@ -65,9 +65,3 @@ def test_a_side_without_documents_is_refused(tmp_path, fraction, sentence):
     with pytest.raises(UserError, match=sentence):
         split(tmp_path, DOCUMENTS, fraction=fraction)
     assert not any((tmp_path / "cache").iterdir())
-
-
-@pytest.mark.parametrize("fraction", [0.01, 0.99])
-def test_one_document_gets_the_advice_that_helps(tmp_path, fraction):
-    with pytest.raises(UserError, match=r"is one: give --document_per_line .* or name"):
-        split(tmp_path, DOCUMENTS[:1], fraction=fraction)

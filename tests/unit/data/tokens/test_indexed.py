@@ -1,6 +1,5 @@
 """The .bin/.idx writer and reader: the documented example byte for byte, round trips, and every kind of damage."""
 
-import pickle
 import struct
 
 import numpy as np
@@ -77,41 +76,6 @@ def test_ids_that_do_not_fit_are_refused(tmp_path):
 def test_dtype_by_vocabulary_size():
     assert token_dtype(65535) == np.uint16
     assert token_dtype(65536) == np.int32
-
-
-def test_pickle_carries_the_path_not_the_tokens(tmp_path):
-    dataset = token_data(tmp_path / "x", [[list(range(5000))]])
-    content = pickle.dumps(dataset)
-    assert len(content) < 500
-    assert pickle.loads(content)[0].tolist() == list(range(5000))
-
-
-def _index(code=8, version=1, magic=b"MMIDIDX\x00\x00", lengths=(2, 1), pointers=(0, 4), documents=(0, 1, 2), n=None):
-    n = len(lengths) if n is None else n
-    header = magic + struct.pack("<QBQQ", version, code, n, len(documents))
-    return header + np.array(lengths, "<i4").tobytes() + np.array([*pointers, *documents], "<i8").tobytes()
-
-
-@pytest.mark.parametrize(
-    ("index", "tokens", "message"),
-    [
-        (b"MMIDIDX\x00\x00\x01", b"123456", "header has 10 of 34 bytes"),
-        (_index(magic=b"TNTIDX\x00\x00\x00"), b"123456", "not a Megatron index"),
-        (_index(version=2), b"123456", "version 2"),
-        (_index(code=7), b"123456", "dtype code 7"),
-        (_index()[:-1], b"123456", "announces"),
-        (_index(lengths=(-2, 1)), b"123456", "sequence 0 has a negative length"),
-        (_index(pointers=(0, 2)), b"123456", "sequence 1 should start at byte 4, its pointer says 2"),
-        (_index(documents=(0, 1)), b"123456", "document bounds"),
-        (_index(documents=(0, 2, 1, 2)), b"123456", "decrease"),
-        (_index(), b"12345", "has 5 bytes but .* describes 6"),
-    ],
-)
-def test_damage_is_one_sentence(tmp_path, index, tokens, message):
-    (tmp_path / "x.idx").write_bytes(index)
-    (tmp_path / "x.bin").write_bytes(tokens)
-    with pytest.raises(UserError, match=message):
-        IndexedDataset(tmp_path / "x")
 
 
 def test_missing_files_and_bad_sidecar_are_named(tmp_path):

@@ -68,15 +68,6 @@ def test_same_bytes_for_any_number_of_workers_and_cutting(tmp_path, vocab, monke
     assert len(results[0][0]) > 7000
 
 
-def test_many_small_files_are_one_commit(tmp_path, vocab, monkeypatch):
-    for number in range(40):
-        write_jsonl(tmp_path / f"{number}.jsonl", [f"text number {number}"])
-    synced, fsync = [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(descriptor) or fsync(descriptor))
-    assert tokenize_corpus([str(tmp_path)], vocab, tmp_path / "t", workers=1)["num_documents"] == 40
-    assert len(synced) < 10
-
-
 def test_shards_of_another_text_are_removed_and_other_folders_left_alone(tmp_path, vocab):
     data = write_jsonl(tmp_path / "d.jsonl", make_texts(3))
     for name in ("t.shards", "t.shards-0123456789abcdef"):
@@ -168,21 +159,6 @@ def test_bad_lines_of_all_pieces_are_listed_with_their_line_in_the_file(tmp_path
     assert not dataset_exists(tmp_path / "u") and (tmp_path / "u.bad_lines.jsonl").is_file()
     tokenize_corpus([str(data)], vocab, tmp_path / "u", workers=1)
     assert files(tmp_path / "u") == files(tmp_path / "t")
-
-
-def test_empty_input_and_bad_arguments_are_one_sentence(tmp_path, vocab):
-    (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "blank.jsonl").write_text("\n\n")
-    data = write_jsonl(tmp_path / "d.jsonl", make_texts(3))
-    for inputs, options, message in [
-        ("empty.jsonl", {}, r"no text in .*empty\.jsonl"),
-        ("blank.jsonl", {}, r"no document in .*blank\.jsonl"),
-        ("d.jsonl", {"text_key": "body"}, "no document in|bad lines"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            tokenize_corpus([str(tmp_path / inputs)], vocab, tmp_path / "t", **options)
-    with pytest.raises(UserError, match=r"none\.model does not exist"):
-        tokenize_corpus([data], tmp_path / "none.model", tmp_path / "t")
 
 
 def test_tokens_of_other_text_or_another_vocabulary_are_not_written_over(tmp_path, vocab, capsys):
@@ -289,11 +265,3 @@ def test_ranks_that_ask_at_once_share_one_tokenization(tmp_path, vocab, monkeypa
     for thread in threads:
         thread.join()
     assert len(calls) == 1 and len(prefixes) == 4 and len(set(prefixes)) == 1
-
-
-def test_progress_bar_only_where_asked_or_on_a_terminal(tmp_path, vocab, capsys):
-    data = write_jsonl(tmp_path / "d.jsonl", make_texts(50))
-    tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
-    assert capsys.readouterr().err == ""
-    tokenize_corpus([data], vocab, tmp_path / "t", workers=1, show_progress=True)
-    assert "100%" in capsys.readouterr().err
