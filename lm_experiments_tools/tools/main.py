@@ -32,7 +32,6 @@ COMMANDS = {
     "export": "write a model for the Hugging Face Hub, and check that it loads with equal logits",
     "convert": "convert weights of t5-experiments, nanoT5 or t5x to a folder for from_pretrained",
     "compare": "a table of runs: progress, metrics, and the settings that differ",
-    "doctor": "report what works here: versions, Horovod, devices",
     "settings": "copy accelerate_configs/, settings of accelerate launch, to a folder",
     "schema": "print the JSON schema of a script's YAML file, or a shell's completion of commands and flags",
 }
