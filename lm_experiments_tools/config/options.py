@@ -77,6 +77,8 @@ def _fitted(said: str, value: Any, default: Any) -> Any:
         value = tuple(value)
     if type(default) is float and type(value) is int:
         value = float(value)
+    if default is None and isinstance(value, str) and value.lower() in ("true", "false", "yes", "no", "on", "off"):
+        raise UserError(f"{said} is {value!r}: write True or False.")
     kinds = (int, float) if type(default) in (int, float) else (type(default),)
     if default not in (None, Parameter.empty) and type(value) not in kinds:
         raise UserError(f"{said} is {value!r}, but it takes a value such as {default!r}.")

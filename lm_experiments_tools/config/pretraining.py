@@ -1,6 +1,5 @@
 """Arguments of run_t5_pretraining.py: the data. Standard library only."""
 
-import inspect
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -61,10 +60,6 @@ class MixtureArgs:
             )
         if any(not 0.0 < weight < float("inf") for weight in self.data_weights):
             raise UserError(f"--data_weights {self.data_weights}: each must be above 0 and finite.")
-
-    def is_weighted(self) -> bool:
-        """True if the data paths are sampled with different weights."""
-        return any(is_given(self, flag) for flag in inspect.get_annotations(MixtureArgs))
 
     def mixing(self) -> dict[str, Any]:
         """Keyword arguments for the class `data.mixture.Mixture`, but for the sizes of the data sets."""

@@ -121,6 +121,9 @@ class Stream:
         """Wait for the chunks of samples; for each, yield indices into `samples`, and its dataset with its samples."""
         while samples.max() >= self._begins[-1]:
             self._wait(len(self._records))
+            # A replay of a text whose records are lost keeps no chunk that it only passes.
+            if self._begins[-1] <= samples.min():
+                del self.chunks[len(self._records) - 1]
         chunks = np.searchsorted(self._begins, samples, side="right") - 1
         self._chunk(int(chunks.max()) + 1)  # ahead of the steps that need it
         for number in np.unique(chunks).tolist():
@@ -174,14 +177,27 @@ def _append_line(path: Path, line: str) -> None:
 
 
 class StreamedDataset(SampleDataset):
-    """Training samples of `--streaming`, by sample number: those of the streams that this rank reads."""
+    """Training samples of `--streaming`, by sample number.
+
+    Attributes:
+        streams: the streams that were read so far, by number.
+    """
 
     samples_per_epoch = None
 
     def __init__(
-        self, streams: Sequence[Stream], workers: Sequence[Worker], settings: ChunkSettings, fingerprint: str
-    ) -> None:
-        self.streams, self.workers, self.settings, self.fingerprint = streams, workers, settings, fingerprint
+        self, workers: Sequence[Worker], settings: ChunkSettings, build: Callable[[ChunkRequest, Chunk], Dataset],
+        fingerprint: str,
+    ) -> None:  # fmt: skip
+        self.workers, self.settings, self.fingerprint, self._build = workers, settings, fingerprint, build
+        self.streams: dict[int, Stream] = {}
+
+    def stream(self, number: int) -> Stream:
+        """Return a stream. Those that a rank reads change if a run goes on with another number of workers."""
+        if number not in self.streams:
+            worker = self.workers[len(self.streams) % len(self.workers)]
+            self.streams[number] = Stream(number, Path(self.settings.folder), worker, self._build)
+        return self.streams[number]
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Return a batch of the samples with the given numbers int64[n]. Waits until their text is tokenized.
@@ -189,8 +205,7 @@ class StreamedDataset(SampleDataset):
         Raises RunError: the text cannot be read, or a worker process has died.
         """
         numbers, streams = np.divmod(samples, self.settings.plan.num_streams)
-        rows_of = {stream: np.flatnonzero(streams == stream.number) for stream in self.streams}
-        rows_of = {stream: rows for stream, rows in rows_of.items() if rows.size}
+        rows_of = {self.stream(number): np.flatnonzero(streams == number) for number in np.unique(streams).tolist()}
         try:
             for stream, rows in rows_of.items():
                 stream.start(numbers[rows])
@@ -207,7 +222,7 @@ class StreamedDataset(SampleDataset):
 
     def _check_rejected(self) -> None:
         limit = self.settings.max_bad_lines
-        rejected = sum(stream.rejected for stream in self.streams)
+        rejected = sum(stream.rejected for stream in self.streams.values())
         if rejected > limit:
             raise UserError(
                 f"more than {limit} bad lines: {rejected} so far, listed in {rejected_path(self.settings.folder)}: "
@@ -218,7 +233,8 @@ class StreamedDataset(SampleDataset):
         for worker in self.workers:
             worker.kill()
         # Connections are closed when no thread reads them any more.
-        futures.wait([chunk for stream in self.streams for chunk in stream.chunks.values()], _SECONDS_TO_STOP)
+        chunks = [chunk for stream in list(self.streams.values()) for chunk in list(stream.chunks.values())]
+        futures.wait(chunks, _SECONDS_TO_STOP)
         for worker in self.workers:
             worker.close()
 
@@ -299,9 +315,8 @@ def _open(
     numbers = streams_of(backend.rank, backend.world_size, plan.num_streams)
     num_workers = min(args.data_n_workers or min(_WORKERS, available_cores()), len(numbers))
     workers = [Worker(work, settings) for _ in range(num_workers)]
-    streams = [Stream(n, folder, workers[k % num_workers], build) for k, n in enumerate(numbers)]
-    dataset = StreamedDataset(streams, workers, settings, fingerprint)
-    if unread := [stream.number for stream in streams if not stream.is_known]:
+    dataset = StreamedDataset(workers, settings, build, fingerprint)
+    if unread := [number for number in numbers if not dataset.stream(number).is_known]:
         try:
             dataset.batch(np.array(unread))
         except (UserError, RunError):

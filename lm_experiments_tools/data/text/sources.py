@@ -277,6 +277,8 @@ def _resolve(item: str) -> list[tuple[str, str]]:
     if os.path.isdir(name):
         if config is None and split in _SPLIT_OF:
             return _files_in(name, _SPLIT_OF[split])
+        if config in _SPLIT_OF:
+            raise UserError(f"{item}: write {name}::{config} for the files of a split")
     else:
         _check_hub_name(item)
     return [(item, "dataset")]

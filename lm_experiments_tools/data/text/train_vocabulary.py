@@ -168,7 +168,7 @@ def _wordpiece_characters(
 
 
 class _Sampler:
-    """Lines of text, at most `limit` bytes of them, from all over the inputs."""
+    """Lines of text, at most `limit` bytes: from all over plain files, from the beginning of compressed ones."""
 
     def __init__(self, inputs: Sequence[str], text_key: str, limit: int):
         self._inputs, self._text_key, self._limit = inputs, text_key, limit
