@@ -87,6 +87,8 @@ def check_accelerator(accelerator: Accelerator) -> None:
             f"the launcher asked for {sharding} but Accelerate runs {kind} on {found} worker(s): it shards on at "
             "least two workers with a GPU each, never with ACCELERATE_USE_CPU"
         )
+    if found > 1 and kind not in ("FSDP", "DEEPSPEED") and not kind.startswith("MULTI_"):
+        raise UserError(f"Accelerate's {kind} is not supported: DDP, FSDP and DeepSpeed are")
     if accelerator.parallelism_config is not None:
         raise UserError("the Accelerator's parallelism_config is not supported: only data parallelism is")
     # `accelerate launch` sets this variable.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -161,9 +160,11 @@ def may_be_on_hub(name: str) -> bool:
 @cache
 def hub_source(name: str, flag: str) -> Source:
     """Find a model on the Hugging Face Hub, and check its configuration; see `hub_folder`."""
-    # Loading the model reports other errors.
-    with suppress(OSError):
-        check_untrusted(hub_folder(name, flag, (CONFIG, INDEXES)))
+    try:
+        folder = hub_folder(name, flag, (CONFIG, INDEXES))
+    except OSError:  # which loading the model reports
+        return Source(name)
+    check_untrusted(folder)
     return Source(name)
 
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lm_experiments_tools.backends.collective import on_all, on_main
+from lm_experiments_tools.backends.collective import agreed, on_all, on_main
 from lm_experiments_tools.backends.process_groups import end_suspended, lost_worker
 from lm_experiments_tools.checkpoint.legacy import read_old_training_state, regrouped
-from lm_experiments_tools.checkpoint.manifest import TRAINER_STATE, is_listed, verify_model
+from lm_experiments_tools.checkpoint.manifest import TRAINER_STATE, is_listed, sha256_of, verify_model
 from lm_experiments_tools.checkpoint.tree import load_tree, tree_files
 from lm_experiments_tools.checkpoint.weights import LoadReport, load_weights
 from lm_experiments_tools.errors import UserError
@@ -220,6 +220,11 @@ def _load_optimizer(path: Path, backend: Backend, saved_kind: str, *, by_name: b
             raise UserError(f"{path} has no optimizer state: name it by --init_checkpoint with --reset_optimizer")
         return load_tree(path / "optimizer", mapped=True)
 
+    if backend.state.is_sharded:
+        index = path / "optimizer.json"
+        if len({*backend.gather(sha256_of(index) if index.is_file() else None)}) > 1:
+            message = f"{path} differs between machines: FSDP and ZeRO read a part of it on each, so share the folder"
+            raise agreed(UserError(message))
     tree = on_all(backend, read, only_main=not backend.state.is_sharded)
     kind = backend.state.optimizer_kind
     if by_name:

@@ -189,6 +189,9 @@ def _checked(batch: Mapping[str, Any], names: set[str]) -> tuple[dict[str, Tenso
             f"the entries of a batch must have the same, positive number of rows, but they have {rows}; what belongs "
             "to no row goes into forward_kwargs"
         )
+    mask = tensors.get("attention_mask")
+    if mask is not None and mask.dim() == 2 and mask.is_floating_point() and (mask < 0).any():
+        raise UserError("attention_mask has values below 0: give 1 for tokens and 0 for padding")
     return tensors, num_rows
 
 

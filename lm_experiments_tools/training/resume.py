@@ -275,8 +275,10 @@ def data_identity(loader: Any) -> str | None:
     """The loader's fingerprint; for loaders without one the number of rows, if it is known."""
     if (fingerprint := getattr(loader, "fingerprint", None)) is not None:
         return fingerprint
-    dataset = getattr(loader, "dataset", None)
-    return f"{len(dataset)} rows" if hasattr(dataset, "__len__") else None
+    try:
+        return f"{len(loader.dataset)} rows"
+    except (AttributeError, TypeError):  # no dataset; wrappers of an unsized one have a `__len__` that fails
+        return None
 
 
 def _model_facts(model: nn.Module) -> dict[str, Any]:

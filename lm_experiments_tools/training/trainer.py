@@ -247,6 +247,8 @@ class TrainingLoop:
         started, args, backend, step = time.perf_counter(), self.args, self.backend, self.step
         # Reductions and shards are those of the parameters that were trained at the start.
         if [parameter.requires_grad for parameter in self._parameters] != self._trained:
+            self._finalize_step()
+            self.save()
             raise UserError(
                 "parameters were frozen or unfrozen after the trainer was made: do so before, or use --phases"
             )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tracking.progress import make_bar
@@ -109,7 +109,7 @@ def counted(dataloader: Iterable, backend: Backend) -> Iterator[tuple[Any, NumCo
     sampler = sampler_of(dataloader)
     if hasattr(dataloader, "end_of_dataloader"):
         yield from _of_accelerate(dataloader, backend.rank)
-    elif isinstance(sampler, DistributedSampler):
+    elif isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__:
         yield from _of_sampler(dataloader, sampler)
     else:
         num_counted = _all if backend.is_main or is_split(dataloader) else _none
@@ -127,9 +127,9 @@ def _none(rows: int) -> int:
 def _of_accelerate(dataloader: Any, rank: int) -> Iterator[tuple[Any, NumCounted]]:
     """The last batches of all workers, joined by rank, have `remainder` rows of the data, as `gather_for_metrics`
     assumes."""
-    # Of a stream, whose length Accelerate does not know, repeated rows of the last batches count too.
-    is_stream = isinstance(dataloader.dataset, IterableDataset)
-    fills_up = not is_stream and getattr(dataloader.batch_sampler, "even_batches", True)
+    # Of the shards of a stream, whose length Accelerate does not know, repeated rows of the last batches count too.
+    is_shard = hasattr(dataloader.dataset, "process_index")
+    fills_up = not is_shard and getattr(dataloader.batch_sampler, "even_batches", True)
     for batch in dataloader:
         remainder = dataloader.remainder if dataloader.end_of_dataloader and fills_up else 0
         if remainder > 0:

@@ -61,7 +61,8 @@ def test_a_job_with_trouble_on_one_rank_ends_in_time_and_goes_on(kind, moment, b
     assert (tmp_path / "digest").read_text() == undisturbed
 
 
-@pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
 def test_workers_wait_for_a_late_start_and_a_slow_disk_longer_than_the_limit(backend, undisturbed, tmp_path):
     start(backend, WORKER, "late", "start", tmp_path)
     assert (tmp_path / "since").exists()

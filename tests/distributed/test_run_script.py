@@ -71,7 +71,8 @@ def plain_python(text, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("kind", slow(BACKENDS, *BACKENDS[1:]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", BACKENDS)
 def test_killed_and_started_again_it_ends_with_the_losses_of_plain_python(kind, text, plain_python, tmp_path):
     command = [SCRIPT, *flags(text, tmp_path)]
     if kind == "fsdp":  # its shards must be gathered to generate

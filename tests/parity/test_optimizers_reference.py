@@ -150,11 +150,8 @@ assert all(map(torch.equal, *found))
 """
 
 
-@pytest.mark.parametrize(
-    "program",
-    [pytest.param(TOGETHER, marks=pytest.mark.slow), CLIPPED],
-    ids=["steps", "clipped as it reads gradients: equal bits"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [TOGETHER, CLIPPED], ids=["steps", "clipped as it reads gradients: equal bits"])
 def test_the_kernel_for_all_parameters_makes_the_same_steps_in_the_interpreter(program):
     pytest.importorskip("triton", reason="triton is not installed")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}

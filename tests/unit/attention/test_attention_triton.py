@@ -161,10 +161,12 @@ print(json.dumps(torch.equal(gradient([]), gradient_without())))
 """
 
 
+@pytest.mark.slow
 def test_a_backward_pass_knows_a_layout_that_its_caller_has_dropped():
     assert printed("-c", WITHOUT_ITS_LAYOUT) == [True]
 
 
+@pytest.mark.slow
 def test_a_recorded_graph_may_set_the_default_device_and_change_the_seed():
     """PyTorch records CUDA graphs with the GPU as default device, and replays calls without Python."""
     assert printed("-c", IN_A_RECORDED_GRAPH) == [[True, False]]

@@ -97,6 +97,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_workers_wait_a_day_until_limited_and_a_users_accelerator_keeps_its_timeouts(tmp_path):
     (tmp_path / "limits.py").write_text(LIMITS)
     job = forked([sys.executable], tmp_path / "limits.py", tmp_path / "store")

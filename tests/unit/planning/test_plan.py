@@ -97,6 +97,7 @@ def test_a_fit_keeps_the_rows_of_an_update_and_stays_below(tmp_path):
         largest_fit(args, estimated, 2**20)
 
 
+@pytest.mark.slow
 def test_of_phases_the_one_that_needs_most_is_shown(tmp_path, capsys):
     phases = ("iters: 1", "{iters: 1, input_seq_len: 256, batch_size: 8}", "{iters: 1, input_seq_len: 256}")
     args = settings(tmp_path, T5, phases=phases, model_path="run")
@@ -116,6 +117,7 @@ def test_the_largest_micro_batch_that_fits_is_found(tmp_path):
     assert found.flags == "--batch_size 4 --gradient_accumulation_steps 3"
 
 
+@pytest.mark.slow
 def test_shards_divide_what_they_say(tmp_path):
     args = settings(tmp_path, T5, gradient_accumulation_steps=2)  # so that all gradients are held at any moment
     whole, *others = (

@@ -198,6 +198,7 @@ class Copied(Objective):
 """
 
 
+@pytest.mark.slow
 def test_no_worker_process_outlives_a_call(work, monkeypatch, caplog):
     (work / "copied_objective.py").write_text(OBJECTIVE)
     monkeypatch.syspath_prepend(work)

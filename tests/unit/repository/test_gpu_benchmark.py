@@ -62,6 +62,7 @@ def test_a_trace_gives_kernels_by_kind_idle_time_and_waits(modules):
     assert modules.trace.waits_of(trace) == ["cudaStreamSynchronize"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["--nanot5", "--before"])
 def test_a_folder_that_is_no_checkout_is_refused_before_anything_runs(tmp_path, flag):
     command = [sys.executable, "benchmarks/gpu.py", "--output", str(tmp_path / "out"), flag, str(tmp_path)]

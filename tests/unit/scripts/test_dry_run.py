@@ -71,6 +71,7 @@ def bert(tmp_path, monkeypatch):
     return {**flags, "packing": "none", "model_cls": "transformers:BertForMaskedLM"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [("RANK", "WORLD_SIZE"), pytest.param(("HOROVOD_RANK", "HOROVOD_SIZE"), marks=pytest.mark.slow)]
 )
@@ -140,6 +141,7 @@ def test_validation_data_is_opened_and_its_metric_checked(kind, tmp_path, reques
     )
 
 
+@pytest.mark.slow
 def test_the_size_of_a_checkpoint_is_that_on_the_disk(t5, tmp_path, capsys):
     (tmp_path / "tiny.json").write_text(json.dumps({**TINY, "d_model": 256, "d_ff": 512}))
     flags = {**t5, "iters": 1}

@@ -54,6 +54,7 @@ def test_where_nothing_can_be_held_out_one_sentence_says_so(work, changed, sente
     refused(lambda: run_t5_pretraining.main(words(**t5(work, **changed))), sentence)
 
 
+@pytest.mark.slow
 def test_epochs_are_as_many_updates_and_a_resumed_run_makes_the_rest(work):
     """Of the rows that are not held out; a restart with more epochs goes on."""
     run_t5_pretraining.main(words(**t5(work, iters=None, epochs=1.5, save_interval=None)))

@@ -266,6 +266,7 @@ class FakeHub(BaseHTTPRequestHandler):
         """Log no request."""
 
 
+@pytest.mark.slow
 def test_a_folder_is_uploaded_to_a_private_repository(run, tmp_path):
     """By huggingface_hub's own client, from a process of its own, since it reads the address at its import."""
 

@@ -37,9 +37,8 @@ def colours(tmp_path):
 
 
 @needs("lm_eval")
-@pytest.mark.parametrize(
-    ("kind", "backend"), [("decoder", "causal"), pytest.param("encoder-decoder", "seq2seq", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "backend"), [("decoder", "causal"), ("encoder-decoder", "seq2seq")])
 def test_lm_eval_gives_what_it_gives_by_itself(run_of, colours, tmp_path, monkeypatch, kind, backend):
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM

@@ -56,6 +56,7 @@ def test_a_kernel_shows_bar_and_curve(tmp_path):
     assert "3/3" in bar and "loss 1.000" in bar
 
 
+@pytest.mark.slow
 def test_an_error_of_the_user_is_one_line_in_a_kernel(tmp_path):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
