@@ -301,10 +301,12 @@ def _open(
 ) -> StreamedDataset:
     """Start the workers and wait for the first examples, to find most errors here."""
 
+    numbers = streams_of(backend.rank, backend.world_size, plan.num_streams)
+
     def build(request: ChunkRequest, chunk: Chunk) -> Dataset:
-        if request.number == 0:
+        if (request.number, request.stream) == (0, numbers[0]):  # the other streams are of the same text
             num_unknown = np.count_nonzero(chunk.tokens == vocabulary.unk_id)
-            warn_of_unknown(num_unknown, len(chunk.tokens), f"stream {request.stream}")
+            warn_of_unknown(num_unknown, len(chunk.tokens), "the text")
         seed = stream_key(args.seed, f"stream {request.stream}, chunk {request.number}")
         return Dataset(TokenRows(TokensInMemory(chunk.tokens), objective, seed))
 
@@ -312,7 +314,6 @@ def _open(
     folder.mkdir(parents=True, exist_ok=True)
     encoder = TextEncoder(vocabulary, args.text_key, args.ends_documents())
     settings = ChunkSettings(plan, str(folder), encoder, args.max_bad_lines)
-    numbers = streams_of(backend.rank, backend.world_size, plan.num_streams)
     num_workers = min(args.data_n_workers or min(_WORKERS, available_cores()), len(numbers))
     workers = [Worker(work, settings) for _ in range(num_workers)]
     dataset = StreamedDataset(workers, settings, build, fingerprint)
