@@ -39,7 +39,7 @@ def read_trace(path: Path) -> list[Event]:
 
 
 def profiler_of(device: str) -> torch.profiler.profile:
-    """A profiler whose trace has kernels and the calls that launch them; of a CPU its operators."""
+    """Profiler of CUDA kernels and of the calls that launch them; on a CPU, of operators."""
     activity = torch.profiler.ProfilerActivity
     return torch.profiler.profile(activities=[activity.CUDA if device == "cuda" else activity.CPU])
 

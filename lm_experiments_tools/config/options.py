@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter
 from typing import Any
 
+from lm_experiments_tools.config.flags import FALSE_WORDS, TRUE_WORDS
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.names import nearest_names
 
@@ -77,7 +78,7 @@ def _fitted(said: str, value: Any, default: Any) -> Any:
         value = tuple(value)
     if type(default) is float and type(value) is int:
         value = float(value)
-    if default is None and isinstance(value, str) and value.lower() in ("true", "false", "yes", "no", "on", "off"):
+    if default is None and isinstance(value, str) and value.lower() in (*TRUE_WORDS, *FALSE_WORDS):
         raise UserError(f"{said} is {value!r}: write True or False.")
     kinds = (int, float) if type(default) in (int, float) else (type(default),)
     if default not in (None, Parameter.empty) and type(value) not in kinds:

@@ -170,6 +170,13 @@ def bert_tokenizer(args: BertPretrainingArgs) -> Tokenizer:
     return build_tokenizer(kind, vocab_file=args.vocab_file)
 
 
+def open_training(paths: Sequence[str], open_tokens: Callable[[str], IndexedDataset]) -> dict[str, IndexedDataset]:
+    """Open the token files of the training data, by path, without read-ahead if they exceed the memory together."""
+    found = {path: open_tokens(path) for path in paths}
+    read_at_random([*found.values()])
+    return found
+
+
 def bert_datasets(
     args: BertPretrainingArgs,
     tokenizer: Tokenizer,
@@ -198,10 +205,11 @@ def bert_datasets(
     passes = {"num_epochs": args.data_n_epochs, "max_num_samples": args.data_n_samples}
 
     def train_rows(path: str, seed: int) -> BertDataset:
-        return rows(open_tokens(path), seed=seed, **passes)
+        return rows(tokens[path], seed=seed, **passes)
 
     train = valid = None
     if not args.validate_only:
+        tokens = open_training(args.data_path, open_tokens)
         train = Dataset.mixed(args.data_path, train_rows, args.seed, args.mixing())
     if args.valid_data_path is not None:
         valid = Dataset(rows(open_tokens(args.valid_data_path), seed=args.seed))
@@ -225,8 +233,7 @@ def document_datasets(
         options = {"mlm_probability": probability, "replace": args.mask_replace, "starts_word": starts_word}
         return SampleMasking(MaskedLM.create(vocabulary, **length, **options), args.seed)
 
-    def rows(path: str, seed: int) -> DocumentRows | TokenRows:
-        tokens = open_tokens(path)
+    def rows(tokens: IndexedDataset, seed: int) -> DocumentRows | TokenRows:
         if args.packing == "stream":
             return TokenRows(tokens, blocks, seed)
         has_end = bool(tokens.meta.get("append_eos") or tokens.meta.get("append_eod"))
@@ -238,10 +245,17 @@ def document_datasets(
 
     train = valid = None
     if not args.validate_only:
-        train = Dataset.mixed(args.data_path, rows, args.seed, args.mixing(), masking(args.mlm_prob))
+        tokens = open_training(args.data_path, open_tokens)
+        train = Dataset.mixed(
+            args.data_path,
+            lambda path, seed: rows(tokens[path], seed),
+            args.seed,
+            args.mixing(),
+            masking(args.mlm_prob),
+        )
     if args.valid_data_path is not None:
         masks = masking(args.valid_mlm_prob or args.mlm_prob)
-        valid = Dataset(rows(args.valid_data_path, args.seed), masking=masks)
+        valid = Dataset(rows(open_tokens(args.valid_data_path), args.seed), masking=masks)
     return train, valid
 
 
@@ -255,7 +269,6 @@ def open_documents(path: str, args: BertPretrainingArgs, tokenizer: Tokenizer) -
         warn_unrecorded(tokens.prefix, tokens.meta)
         check_vocabulary(tokens.prefix, tokens.meta, tokenizer)
     report_unknown(tokens, tokenizer.unk_id)
-    read_at_random([tokens])
     return tokens
 
 
@@ -266,7 +279,6 @@ def open_sentences(path: str) -> IndexedDataset:
     if any(file.is_file() for file in dataset_paths(prefix)[:2]):
         tokens = IndexedDataset(prefix)
         warn_unrecorded(prefix, tokens.meta)
-        read_at_random([tokens])
         return tokens
     longer = [name.removesuffix(".idx") for name in sorted(glob.glob(f"{glob.escape(prefix)}_*.idx"))]
     if longer:

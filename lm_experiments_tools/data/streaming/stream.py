@@ -249,8 +249,6 @@ def streaming_data(
     Raises UserError: an input is missing, unreadable or empty, or the objective refuses the settings.
     """
     plan, fingerprint = on_all(backend, lambda: _plan(args, vocabulary))
-    if len({*backend.gather(fingerprint)}) > 1:
-        raise UserError(f"{', '.join(args.data_path)} differs between machines: every machine needs the same text")
     if backend.is_main and plan.num_streams % backend.world_size:
         logger.warning(
             "the text can be divided into %d streams of equal size, which %d workers do not divide, so several read "

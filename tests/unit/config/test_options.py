@@ -43,6 +43,7 @@ def test_options_of_a_schedule_need_one():
         ({"first": 1.0}, "x: first is no option but has a flag of its own, --lr: give that"),
         ({"number": "many"}, "x: number is 'many', but it takes a value such as 1.0"),
         ({"switch": "no"}, "x: switch is 'no', but it takes a value such as False"),
+        ({"some": "off"}, "x: some is 'off': write True or False"),
         ({"pair": 0.9}, r"x: pair is 0.9, but it takes a value such as \(0.9, 0.99\)"),
     ],
 )
