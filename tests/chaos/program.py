@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import shutil
 import sys
 import tempfile
@@ -62,6 +63,7 @@ class Harness:
     backends: list[str]
     reproducible: str
     phased: bool = False
+    streaming: bool = False
     wholes: dict[tuple, Path] = field(default_factory=dict)
     seconds: float = 5.0
 
@@ -85,7 +87,8 @@ class Harness:
     ) -> zygote.Ended:
         from run_t5_pretraining import main
 
-        argv = tiny_run.flags(self.inputs, run, reproducible=self.reproducible, phased=self.phased, **options)
+        how = {"reproducible": self.reproducible, "phased": self.phased, "streaming": self.streaming}
+        argv = tiny_run.flags(self.inputs, run, **how, **options)
         number = sum(1 for _ in run.glob("start_*"))
         return zygote.start(main, argv, backend, workers, run / f"start_{number:03d}", kill).wait(random)
 
@@ -174,6 +177,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--backends", default="horovod,ddp", help="to draw from")
     parser.add_argument("--reproducible", choices=("off", "fixed", "elastic"), default="off")
     parser.add_argument("--phases", action="store_true", help="of a run of three phases")
+    parser.add_argument("--streaming", action="store_true", help="of a run that tokenizes while it trains")
     parser.add_argument("--minutes", type=float, help="begin no run after this time")
     parser.add_argument("--folder", type=Path, help="where the runs go; removed after success, kept after a fault")
     args = parser.parse_args(argv)
@@ -188,9 +192,10 @@ def main(argv: list[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     begun, tally = time.monotonic(), Tally()
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # of events after a restart, which is what is tested
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads of one worker would sum in another order
     workers, backends = [int(n) for n in args.workers.split(",")], args.backends.split(",")
     warm.preload("run_t5_pretraining", "lm_experiments_tools.recipes.t5_sources")
-    harness = Harness(folder, args.seed, workers, backends, args.reproducible, args.phases)
+    harness = Harness(folder, args.seed, workers, backends, args.reproducible, args.phases, args.streaming)
     print(f"{args.kills} kills, seed {args.seed}, in {folder}: 5 s a kill on two idle cores", flush=True)
     faults, number = [], args.run or 0
     while tally.landed.total() < args.kills:

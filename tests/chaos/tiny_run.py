@@ -45,13 +45,22 @@ def make_inputs(folder: Path) -> None:
 
 
 def flags(
-    inputs: Path, run: Path, *, reproducible: str, save_interval: int = 2, keep: int = 2, phased: bool = False
+    inputs: Path,
+    run: Path,
+    *,
+    reproducible: str,
+    save_interval: int = 2,
+    keep: int = 2,
+    phased: bool = False,
+    streaming: bool = False,
 ) -> list[str]:
     """The command line; the text is read from the run's own copy of it, so that each run tokenizes."""
     rows = 1 if reproducible == "elastic" else 4  # its batch is for 12 workers
     length = {"iters": ITERS, "lr_scheduler": "linear", "num_warmup_steps": 2}
     if phased:
         length = {"phases": tuple(map(json.dumps, PHASES))}
+    if streaming:
+        length |= {"streaming": True, "streams": 4}
     how = {**length, "batch_size": rows, "gradient_accumulation_steps": 3, "reproducible": reproducible}
     text = run / "text.jsonl"
     return words(

@@ -173,6 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--targets", default=",".join(TARGETS), help="parts of the package to change, in turn")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=600)
     parser.add_argument("--coverage", type=Path, help="data file of `make coverage`")
@@ -181,7 +182,7 @@ def main() -> None:
     for name in ("pytest", "torch", "transformers.models.bert.modeling_bert", "transformers.models.t5.modeling_t5"):
         importlib.import_module(name)
     rng, found = random.Random(args.seed), candidates()
-    targets = [list(TARGETS)[index % len(TARGETS)] for index in range(args.count)]
+    targets = (args.targets.split(",") * args.count)[: args.count]
     queue = [(target, *rng.choice(found[target])) for target in targets]
     data = CoverageData(args.coverage) if args.coverage else None
     if data:
