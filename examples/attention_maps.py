@@ -37,7 +37,8 @@ def weights_of(model, tokenizer, text):
 def layouts(names, settings):
     """{title: [blocks, blocks] of 0 and 1} of head 0."""
     configs = {name: get_sparsity_config(name, 1, **{"block": 64, **settings}) for name in names.split(",")}
-    return {f"{name}: {c.density(LENGTH):.1%}": c.make_layout(LENGTH)[0] for name, c in configs.items()}
+    found = {name: config.make_layout(LENGTH)[0] for name, config in configs.items()}
+    return {f"{name}: {layout.float().mean():.1%}": layout for name, layout in found.items()}
 
 
 def draw(maps, path):

@@ -17,4 +17,3 @@ from lm_experiments_tools.attention.layouts import LocalSlidingWindowSparsityCon
 from lm_experiments_tools.attention.layouts import SparsityConfig as SparsityConfig
 from lm_experiments_tools.attention.layouts import VariableSparsityConfig as VariableSparsityConfig
 from lm_experiments_tools.attention.layouts import get_sparsity_config as get_sparsity_config
-from lm_experiments_tools.attention.sparse_self_attention import SparseSelfAttention as SparseSelfAttention

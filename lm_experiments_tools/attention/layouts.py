@@ -111,10 +111,6 @@ class SparsityConfig:
         """
         raise self._error("it has no pattern: write its method `blocks`, or use a subclass")
 
-    def density(self, seq_len: int) -> float:
-        """Fraction of blocks attended to in inputs of `seq_len` tokens."""
-        return torch.as_tensor(self.make_layout(seq_len)).float().mean().item()
-
     def to_dict(self) -> dict[str, Any]:
         """Convert all settings to JSON values, including the class's name ("sparse_config_cls")."""
         ours = SPARSITY_CONFIGS.get(type(self).__name__) is type(self)
@@ -406,11 +402,9 @@ def _global_slices(
 
 
 def _random_columns(seed: int, layer_idx: int, heads: int, num_blocks: int, count: int, past_only: bool) -> Tensor:
-    """Columns drawn in each row, int64 [heads, num_blocks, count]; `num_blocks` means none.
-
-    Floyd's algorithm (Bentley and Floyd, "A sample of brilliance", CACM 1987) for all rows at once. Random bits depend
-    on the row and not on the number of rows, so unidirectional layouts of two lengths agree where both exist.
-    """
+    """Columns drawn in each row, int64 [heads, num_blocks, count]; `num_blocks` means none."""
+    # Floyd's algorithm (Bentley and Floyd, "A sample of brilliance", CACM 1987) for all rows at once. Bits depend on
+    # the row and not on the number of rows, so unidirectional layouts of two lengths agree where both exist.
     bits = np.stack([_random_bits(f"{seed}/{layer_idx}/{head}", num_blocks * count) for head in range(heads)])
     bits = bits.reshape(heads, num_blocks, count)
     population = np.arange(1, num_blocks + 1) if past_only else np.full(num_blocks, num_blocks)

@@ -65,16 +65,8 @@ def _buckets_between(
     return t5_bucket(torch.arange(low, high + 1, device="cpu"), bidirectional, num_buckets, max_distance).to(device)
 
 
-class _Distances:
-    """Base of biases by distance; `table(length)` has the bias of each distance, [heads, 2 * s + 1] for -s..s."""
-
-    def dense(self, query_length: int, key_length: int) -> Tensor:
-        """Expand to a matrix [1, heads, query_length, key_length]."""
-        return dense_bias(self, query_length, key_length)
-
-
 @dataclass(eq=False)
-class T5Bias(_Distances):
+class T5Bias:
     """The relative attention bias of T5: one learned number per head and bucket of distances, added to scores.
 
     Args:
@@ -117,7 +109,7 @@ class T5Bias(_Distances):
 
 
 @dataclass(eq=False)
-class AlibiBias(_Distances):
+class AlibiBias:
     """Attention with linear biases (Press et al. 2022), added to scores: -slope * |key position - query position|.
 
     Args:
@@ -141,7 +133,7 @@ class AlibiBias(_Distances):
 
 
 @dataclass(eq=False)
-class T5Table(_Distances):
+class T5Table:
     """A T5 position bias computed once and shared by several layers: the contiguous result of `T5Bias.table`."""
 
     values: Tensor

@@ -114,10 +114,7 @@ def operator_backward(grad: Tensor, output: Tensor, lse: Tensor, *others: object
 
 
 def _new_gradients(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Empty gradients of q, k and v: the operator's results, and the same memory as [batch, heads, length, dim] each.
-
-    The heads of a token are adjacent in memory.
-    """
+    """The operator's results, and the same memory as gradients of q, k and v, with a token's heads adjacent."""
     if not packed:
         gradients = [x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v)]
         return gradients, gradients

@@ -73,11 +73,9 @@ def masked(
 
 
 def _half_is_slow(inputs: AttentionInputs) -> bool:
-    """True if 16-bit floats are better computed in float32.
-
-    PyTorch's fused backward pass takes three to six times as long where the CPU has no 16-bit instructions. Its
-    forward pass and the unfused loop of a trained bias do not.
-    """
+    """True if 16-bit floats are better computed in float32."""
+    # PyTorch's fused backward pass takes three to six times as long where the CPU has no 16-bit instructions. Its
+    # forward pass and the unfused loop of a trained bias do not.
     if "AVX512" in torch.backends.cpu.get_cpu_capability():
         return False
     return inputs.trains and not inputs.trains_bias

@@ -238,10 +238,7 @@ def diagonals_of(cut: Cut, saturation: int, ranges: Tensor, dtype: torch.dtype, 
 
 
 def _places_of_sums(lowest: int, window: int, num_windows: int, micro: int, saturation: int) -> Tensor:
-    """Compute `Diagonals.sums` for equally many distances left and right; the outermost two are the far sums.
-
-    `lowest` is the distance of the first sum. Neighbouring rows and windows overlap.
-    """
+    """`Diagonals.sums` from the distance `lowest` on, as many left as right; the outermost two are the far sums."""
     columns, num_near = _range(16), num_windows * SUM_ROWS * 16
     distances = lowest + window * _range(num_windows)[:, None, None] + micro * _range(SUM_ROWS)[:, None] + columns
     places = (columns < 2 * micro - 1).expand_as(distances).flatten().nonzero()[:, 0]

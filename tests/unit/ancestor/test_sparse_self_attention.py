@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.attention import SparseSelfAttention, SparsityConfig, T5Bias
+from lm_experiments_tools.ancestor.sparse_self_attention import SparseSelfAttention
+from lm_experiments_tools.attention import SparsityConfig, T5Bias
+from lm_experiments_tools.attention.kernels.bias import dense_bias
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig
 from lm_experiments_tools.errors import UserError
 
@@ -90,9 +92,9 @@ class TestSparseSelfAttention:
         weight = torch.randn(8, 2, dtype=torch.float64, requires_grad=True)
         bias = T5Bias(weight, num_buckets=8, max_distance=32)
         module = SparseSelfAttention(self.CONFIG, max_seq_length=64)
-        module(q, k, v, rpe=bias.dense(64, 64) if as_matrix else bias).square().sum().backward()
+        module(q, k, v, rpe=dense_bias(bias, 64, 64) if as_matrix else bias).square().sum().backward()
         got, weight.grad = weight.grad, None
-        expected_attention(q, k, v, self.CONFIG, 64, bias.dense(64, 64)).square().sum().backward()
+        expected_attention(q, k, v, self.CONFIG, 64, dense_bias(bias, 64, 64)).square().sum().backward()
         assert got.abs().max() > 1e-3
         torch.testing.assert_close(got, weight.grad, rtol=0, atol=1e-11)
 

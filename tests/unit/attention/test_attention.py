@@ -16,7 +16,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from lm_experiments_tools.attention import AlibiBias, Layout, T5Bias, alibi_slopes, block_sparse_attention
 from lm_experiments_tools.attention.kernels import layout_cache
-from lm_experiments_tools.attention.kernels.bias import T5Table, t5_bucket
+from lm_experiments_tools.attention.kernels.bias import T5Table, dense_bias, t5_bucket
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig, LocalSlidingWindowSparsityConfig
 from tests.helpers.attention_cases import Case, errors, tensors
 
@@ -139,7 +139,7 @@ def test_alibi_slopes_are_those_of_the_paper():
     assert alibi_slopes(12).tolist() == pytest.approx(
         [2**-n for n in range(1, 9)] + [2 ** -(n + 0.5) for n in range(4)]
     )
-    assert AlibiBias(torch.tensor([2.0])).dense(2, 3).tolist() == [[[[0, -2, -4], [-2, 0, -2]]]]
+    assert dense_bias(AlibiBias(torch.tensor([2.0])), 2, 3).tolist() == [[[[0, -2, -4], [-2, 0, -2]]]]
 
 
 # What the masks mean

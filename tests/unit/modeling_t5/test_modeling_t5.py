@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 from lm_experiments_tools.attention import AttentionSpec
+from lm_experiments_tools.attention.kernels.bias import dense_bias
 from lm_experiments_tools.attention.kernels.call import force_backend
 from lm_experiments_tools.attention.layouts import get_sparsity_config
 from modeling_t5 import (
@@ -181,7 +182,7 @@ def test_cdq_is_its_definition(num_cdq_heads):
     if num_cdq_heads == 2:
         queries.insert(0, layer.q(x).view(2, 6, 2, 4).transpose(1, 2))
     k, v = (projected(x).view(2, 6, num_cdq_heads, 4).transpose(1, 2) for projected in (layer.k, layer.v))
-    bias = layer.relative_attention_bias.bias(6, 6).dense(6, 6)
+    bias = dense_bias(layer.relative_attention_bias.bias(6, 6), 6, 6)
     mask = bias.masked_fill(~real[:, None, None], -torch.inf)
     heads = [F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0) for q in queries]
     wanted = layer.o(torch.cat(heads, dim=1).transpose(1, 2).flatten(2))
