@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from lm_experiments_tools.data.dataset import Batch, Dataset, joined
-from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool
+from lm_experiments_tools.data.workers import WorkerEnded, WorkerPool
 from lm_experiments_tools.errors import RunError, UserError
 
 
@@ -22,7 +22,7 @@ class ParallelDataset(Dataset):
             pickle.dumps(dataset)
         except (AttributeError, TypeError, pickle.PicklingError) as error:
             raise UserError(f"--data_n_workers: the objective cannot be sent to processes ({error}).") from None
-        self._pool = WorkerPool(work, dataset, num_workers)
+        self._pool = WorkerPool(prepare, dataset, num_workers)
 
     def batch(self, samples: np.ndarray) -> Batch:
         places = np.array_split(np.arange(len(samples)), self._num_parts(samples))
@@ -45,17 +45,12 @@ class ParallelDataset(Dataset):
         try:
             return [future.result() for future in futures]
         except WorkerEnded as end:
-            how = "was killed, often for lack of memory" if end.returncode == -9 else "ended by the error above"
-            raise RunError(f"a process that makes examples (--data_n_workers) {how}") from None
+            raise RunError(f"a process that makes examples (--data_n_workers) {end}") from None
 
     def close(self) -> None:
         self._pool.close(kill=True)
 
 
-def work(caller: Caller) -> None:
-    """Run a worker process, which answers (name of a method, samples)."""
-
-    def prepare(dataset: Dataset) -> Callable[[tuple[str, np.ndarray]], Batch | np.ndarray]:
-        return lambda request: getattr(dataset, request[0])(request[1])
-
-    caller.serve(prepare)
+def prepare(dataset: Dataset) -> Callable[[tuple[str, np.ndarray]], Batch | np.ndarray]:
+    """Return the function by which a worker process answers (name of a method, samples)."""
+    return lambda request: getattr(dataset, request[0])(request[1])

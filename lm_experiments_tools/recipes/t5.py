@@ -190,11 +190,7 @@ def pretraining_data(
     Every worker must call this function. Raises UserError.
     """
     vocabulary = sources.vocabulary
-    if args.is_registered_task():
-        from lm_experiments_tools.data.seqio.client import check_possible, seqio_data
-
-        on_all(backend, lambda: check_possible(args))  # before validation text is tokenized
-    else:
+    if not args.is_registered_task():
         on_all(backend, lambda: build_objective(args, vocabulary, model_kind))  # refused before hours of tokenizing
     if args.task == "mlm" and backend.is_main:
         logger.warning(
@@ -210,6 +206,8 @@ def pretraining_data(
     if args.validate_only and valid_tokens is not None:
         described = f"{args.task}, validation only"
     elif args.is_registered_task():
+        from lm_experiments_tools.data.seqio.client import seqio_data
+
         train, valid, described = seqio_data(args, backend, vocabulary)
     elif args.streaming:
         from lm_experiments_tools.data.streaming.stream import streaming_data

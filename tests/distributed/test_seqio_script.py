@@ -82,7 +82,7 @@ def test_killed_and_started_again_it_is_the_uninterrupted_run(work, tmp_path):
     assert job.returncode == 0, job.output[-3000:]
     assert "no TensorFlow here" in job.output
     assert "cuda" not in job.output.lower()  # what TensorFlow says at its start is kept out
-    assert "found example" in kill_and_resume("alone", [SCRIPT, *flags(work, killed)], killed, 8, **REAL)
+    assert "examples again; " in kill_and_resume("alone", [SCRIPT, *flags(work, killed)], killed, 8, **REAL)
     assert losses(killed) == losses(whole) and len(losses(whole)) == STEPS // 4
     assert losses(whole)[-1][1] < losses(whole)[0][1] - 0.5
 
@@ -98,7 +98,7 @@ def plain(work, tmp_path_factory):
 @pytest.mark.parametrize("kind", ["horovod", "ddp"])
 def test_two_workers_have_the_losses_of_one(kind, work, plain, tmp_path):
     output = kill_and_resume(kind, [SCRIPT, *flags(work, tmp_path, batch_size=4, dropout=0.0)], tmp_path, 8, **REAL)
-    assert "found example" in output and "2 worker(s)" in output
+    assert "examples again; " in output and "2 worker(s)" in output
     assert {path.name for path in (tmp_path / "logs").glob("seqio*.log")} == {"seqio.rank0.log", "seqio.rank1.log"}
     for (step, ours), (_, theirs) in zip(losses(tmp_path), losses(plain), strict=True):
         assert ours == pytest.approx(theirs, abs=2e-4), step

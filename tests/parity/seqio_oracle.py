@@ -16,8 +16,8 @@ import seqio
 import tensorflow as tf
 from t5.data import preprocessors as t5
 
-from lm_experiments_tools.data.seqio.job import PADDING, Job
 from lm_experiments_tools.data.seqio.tasks import TaskExamples, step_name
+from lm_experiments_tools.data.seqio.worker import PADDING, Job
 from lm_experiments_tools.errors import UserError
 
 ROWS, NUMBER, SEED = 8, 480, 11
@@ -74,7 +74,7 @@ def plain_task(folder, objective):
 def refusal(folder, task, **changed):
     """The sentence with which a job is refused."""
     try:
-        examples = TaskExamples(job(folder, task, **changed), lambda level, text: None)
+        examples = TaskExamples(job(folder, task, **changed))
         for _ in range(3):
             next(examples.batches(0, 64))
     except UserError as error:
@@ -103,19 +103,19 @@ def registered_tasks(folder, made, said):
         said[name] = refusal(folder, f"tasks:{name}")
     said["no_split"] = refusal(folder, "tasks:tfds", validation=True)
     for name in ("lines", "mix", "tfds", "ordered"):
-        examples = TaskExamples(job(folder, f"tasks:{name}", validation=name == "lines"), print)
+        examples = TaskExamples(job(folder, f"tasks:{name}", validation=name == "lines"))
         made[f"ours_{name}"] = ours(examples)
         made[f"theirs_{name}"] = theirs(name, REGISTERED, shuffle=name != "ordered")
         said[f"fingerprint_{name}"] = examples.fingerprint()
         if name == "lines":
-            again = TaskExamples(job(folder, f"tasks:{name}", threads=1), print)
+            again = TaskExamples(job(folder, f"tasks:{name}", threads=1))
             made["from_100_rows_of_12"] = ours(again, start=100, rows=12, number=120)
             made["ours_validation"] = np.concatenate(list(examples.validation()))
             made["theirs_validation"] = theirs(name, REGISTERED, dataset_split="validation", num_epochs=1)
-    examples = TaskExamples(job(folder, "tasks:lines", validation=True, valid_samples=7), print)
+    examples = TaskExamples(job(folder, "tasks:lines", validation=True, valid_samples=7))
     made["few_validation"] = np.concatenate(list(examples.validation()))
-    made["old"] = ours(TaskExamples(job(folder, "tasks:old"), print))
-    made["old_from_80"] = ours(TaskExamples(job(folder, "tasks:old"), print), start=80, number=80)
+    made["old"] = ours(TaskExamples(job(folder, "tasks:old")))
+    made["old_from_80"] = ours(TaskExamples(job(folder, "tasks:old")), start=80, number=80)
 
 
 def glue_tasks(folder, said):

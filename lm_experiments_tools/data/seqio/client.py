@@ -7,6 +7,7 @@ depends only on the seed. Rank `rank` of `world_size` uses the rows k * world_si
 from __future__ import annotations
 
 import importlib.util
+import logging
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,7 @@ import numpy as np
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.data.dataset import SampleDataset
 from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
-from lm_experiments_tools.data.seqio.job import PADDING, Job
-from lm_experiments_tools.data.seqio.worker import work
+from lm_experiments_tools.data.seqio.worker import PADDING, Job, prepare
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.workers import Worker, WorkerEnded, available_cores
 from lm_experiments_tools.errors import RunError, UserError
@@ -26,6 +26,8 @@ from lm_experiments_tools.labels import IGNORED_LABEL
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+
+logger = logging.getLogger(__name__)
 
 _ENVIRONMENT = {  # of the worker: no GPU, and TensorFlow quiet
     "CUDA_VISIBLE_DEVICES": "-1",
@@ -46,7 +48,7 @@ def seqio_data(
     Raises:
         UserError: a package is missing, or the task has no examples.
     """
-    check_possible(args)
+    on_all(backend, lambda: _check_installed(args.task))
     hosts = backend.gather(socket.gethostname())
     cores = max(1, available_cores() // hosts.count(hosts[backend.rank]))
     logs = Path(args.model_path, "logs") if args.model_path else Path(".cache", "seqio")
@@ -70,12 +72,11 @@ def seqio_data(
     return train, valid, f"{worker.title}, {job.inputs_length} inputs + {job.targets_length} targets"
 
 
-def check_possible(args: T5PretrainingArgs) -> None:
-    """Raise UserError if a package of seqio is missing, before anything else is done."""
+def _check_installed(task: str) -> None:
     for package in ("tensorflow", "seqio"):
         if importlib.util.find_spec(package) is None:
             raise UserError(
-                f"--task {args.task} through seqio needs the package {package}: "
+                f"--task {task} through seqio needs the package {package}: "
                 'pip install "lm_experiments_tools[seqio]" (Python 3.11 or newer)'
             )
 
@@ -89,29 +90,22 @@ class SeqioWorker:
     """
 
     def __init__(self, job: Job, log_file: Path) -> None:
-        self._log_file, self.inputs_length = log_file, job.inputs_length
+        self.log_file, self.inputs_length = log_file, job.inputs_length
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with open(log_file, "ab") as log:
-            self._worker = Worker(work, job, environment=_ENVIRONMENT, log=log)
+            self.worker = Worker(prepare, job, environment=_ENVIRONMENT, log=log)
         self.fingerprint, self.title = self.ask("task")
 
     def ask(self, request: Any) -> Any:
         """Return the answer of `worker.Server`. Raises the errors of the class."""
         try:
-            return self._worker.ask(request)
+            return self.worker.ask(request)
         except WorkerEnded as end:
-            raise RunError(
-                f"the seqio worker ended with exit code {end.returncode} (-9: killed, often for lack of memory); "
-                f"{self._log_file} says why"
-            ) from end
-
-    @property
-    def pid(self) -> int:
-        return self._worker.process.pid
+            raise RunError(f"the seqio worker {end}; {self.log_file} says why") from end
 
     def close(self) -> None:
-        self._worker.kill()
-        self._worker.close()
+        self.worker.kill()
+        self.worker.close()
 
 
 def to_batch(rows: np.ndarray, inputs_length: int, pad_id: int) -> dict[str, np.ndarray]:
@@ -140,10 +134,14 @@ class SeqioExamples(SampleDataset):
     def __init__(self, worker: SeqioWorker, rank: int, world_size: int, pad_id: int) -> None:
         self.worker, self.fingerprint = worker, worker.fingerprint
         self._rank, self._world_size, self._pad_id = rank, world_size, pad_id
+        self._next = 0
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Return the examples with the given numbers int64[n]: every `world_size`-th from one of this rank on."""
         start, rows = int(samples[0]) - self._rank, len(samples) * self._world_size
+        if start not in (0, self._next):
+            logger.info("seqio makes %d examples again; %s says how far it is", start, self.worker.log_file)
+        self._next = start + rows
         found = self.worker.ask((start, rows, self._rank, self._world_size))
         return to_batch(found, self.worker.inputs_length, self._pad_id)
 

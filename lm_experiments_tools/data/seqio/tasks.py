@@ -13,7 +13,7 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,18 +21,18 @@ import numpy as np
 import seqio
 import tensorflow as tf
 
-from lm_experiments_tools.data.seqio.job import PADDING, Job, one_line
+from lm_experiments_tools.data.seqio.worker import PADDING, Job
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import json_sha256
+
+logger = logging.getLogger(__name__)
 
 FEATURES = ("inputs", "targets")
 _VERSION = 3  # of the mapping (text, settings, seed) -> stream; part of the fingerprint
 _AHEAD = 4  # batches prepared before they are asked for
 _VALIDATION_ROWS = 256  # written at a time
 _PROGRESS_SECONDS = 30.0
-
-Log = Callable[[int, str], None]
 
 
 def limit_threads(num_threads: int) -> None:
@@ -48,8 +48,8 @@ class TaskExamples:
         UserError: the task does not exist, has no examples, or has other features or another vocabulary than the run.
     """
 
-    def __init__(self, job: Job, log: Log) -> None:
-        self.job, self._log = job, log
+    def __init__(self, job: Job) -> None:
+        self.job = job
         self.vocabulary = Tokenizer.load(job.vocab_path)
         tf.config.experimental.enable_op_determinism()  # the user's functions may draw without a seed
         tf.random.set_seed(job.seed)
@@ -74,14 +74,12 @@ class TaskExamples:
         """
         used, rest = divmod(start, rows)
         batches = self._padded(self._dataset("train", num_epochs=None).skip(rest), rows)
-        begin = logged = time.monotonic()
+        logged = time.monotonic()
         for done in range(used):
             next(batches)
             if (now := time.monotonic()) - logged > _PROGRESS_SECONDS:
                 logged = now
-                self._log(logging.INFO, f"seeking in the data: {done * rows:,} of {start:,} examples")
-        if used:
-            self._log(logging.INFO, f"found example {start:,} in {time.monotonic() - begin:.1f} s")
+                logger.info("seeking in the data: %d of %d examples", done * rows, start)
         yield from batches
 
     def validation(self) -> Iterator[np.ndarray]:
@@ -183,7 +181,7 @@ class TaskExamples:
     def _check_first_example(self) -> None:
         """Refuse a task without examples, which would be repeated forever."""
         if not self._may_shuffle():
-            self._log(logging.INFO, f"--task {self.job.task} is registered without shuffling")
+            logger.info("--task %s is registered without shuffling", self.job.task)
         for _ in self._padded(self._dataset("train", num_epochs=1, shuffle=False).take(1), 1):
             return
         raise UserError(f"--task {self.job.task} gives no example from its split 'train'")
@@ -205,8 +203,6 @@ def registered_task(name: str) -> seqio.Task | seqio.Mixture:
     module, _, task_name = name.partition(":")
     try:
         importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise UserError(f"--task {name}: the module {module} cannot be imported ({error})") from error
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         where = traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(
@@ -233,6 +229,14 @@ def _accept_seed(source: seqio.FunctionDataSource) -> None:
             return function(split, shuffle_files)
 
         source._dataset_fn = with_seed
+
+
+def one_line(error: BaseException) -> str:
+    """Return the type of an exception and the first line of its message."""
+    first = next((line for line in str(error).splitlines() if line.strip()), "no message").strip()
+    if first.startswith("{{") and "}}" in first:  # TensorFlow's name of a node
+        first = first.partition("}}")[2].strip() or first
+    return f"{type(error).__name__}: {first}"
 
 
 def step_name(step: Any) -> list[str]:

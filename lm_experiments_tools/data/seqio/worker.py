@@ -1,30 +1,42 @@
 """The process that owns TensorFlow: it makes seqio's examples for one training process.
 
-TensorFlow's output goes to stdout and stderr. TensorFlow is imported only by tasks.py, which only this process loads.
+TensorFlow's output and the log go to stdout and stderr. TensorFlow is imported only by tasks.py, which only this
+process loads.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from lm_experiments_tools.data.seqio.job import Job, one_line
-from lm_experiments_tools.data.workers import Caller
+PADDING = -100  # in the rows that are sent: no token id, so that a real id 0 is not mistaken for it
 
 
-def import_triton() -> None:
-    """Import triton before TensorFlow, if it is installed. Importing it later would abort the process."""
-    if not importlib.util.find_spec("triton"):
-        return
-    try:
-        import triton  # noqa: F401
-    except (ImportError, OSError) as error:
-        print(f"triton is not loaded: {one_line(error)}", file=sys.stderr)
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Settings of the process that runs TensorFlow.
+
+    Attributes:
+        task: "module:name" of a registered task.
+        inputs_length, targets_length: seqio's `task_feature_lengths`.
+        validation: True if validation examples are needed too, at most `valid_samples`.
+    """
+
+    task: str
+    vocab_path: str
+    inputs_length: int
+    targets_length: int
+    seed: int
+    validation: bool
+    valid_samples: int | None
+    threads: int
 
 
 class Server:
@@ -54,15 +66,14 @@ class Server:
         return next(self._batches)[rank::world_size]
 
 
-def work(caller: Caller) -> None:
-    """Run the seqio worker process."""
-
-    def prepare(job: Job) -> Server:
-        import_triton()
-        from lm_experiments_tools.data.seqio.tasks import TaskExamples, limit_threads
-
-        limit_threads(job.threads)
-        return Server(TaskExamples(job, caller.log), job.inputs_length + job.targets_length)
-
+def prepare(job: Job) -> Server:
+    """Load the task of a job, in the worker process."""
+    logging.basicConfig(level=logging.INFO)
+    # A user's module may import triton, which aborts the process if TensorFlow was imported before.
+    with suppress(ImportError, OSError):
+        import triton  # noqa: F401
     sys.path.insert(0, os.getcwd())  # where the user's module may lie
-    caller.serve(prepare)
+    from lm_experiments_tools.data.seqio.tasks import TaskExamples, limit_threads
+
+    limit_threads(job.threads)
+    return Server(TaskExamples(job), job.inputs_length + job.targets_length)

@@ -44,11 +44,11 @@ from lm_experiments_tools.data.objectives.token_rows import TokenRows, TokensInM
 from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.data.streaming.text import (
     Chunk,
+    ChunkMaker,
     ChunkRequest,
     ChunkSettings,
     StreamPlan,
     rejected_path,
-    work,
 )
 from lm_experiments_tools.data.text.sources import content_of
 from lm_experiments_tools.data.text.tokenizer import Tokenizer, warn_of_unknown
@@ -148,10 +148,8 @@ class Stream:
         try:
             chunk = self._worker.ask(request)
         except WorkerEnded as end:
-            raise OSError(
-                f"the process that tokenizes ended with exit code {end.returncode} (-9: killed, often for lack of "
-                f"memory) at chunk {request.number} of stream {self.number}"
-            ) from None
+            where = f"chunk {request.number} of stream {self.number}"
+            raise OSError(f"the process that tokenizes {end} at {where}") from None
         dataset = self._build(request, chunk)
         record = {"chunk": request.number, "num_samples": len(dataset), "num_tokens": len(chunk.tokens)}
         record["end"] = chunk.end
@@ -313,7 +311,7 @@ def _open(
     encoder = TextEncoder(vocabulary, args.text_key, args.ends_documents())
     settings = ChunkSettings(plan, str(folder), encoder, args.max_bad_lines)
     num_workers = min(args.data_n_workers or min(_WORKERS, available_cores()), len(numbers))
-    workers = [Worker(work, settings) for _ in range(num_workers)]
+    workers = [Worker(ChunkMaker, settings) for _ in range(num_workers)]
     dataset = StreamedDataset(workers, settings, build, fingerprint)
     if unread := [number for number in numbers if not dataset.stream(number).is_known]:
         try:

@@ -36,7 +36,6 @@ from lm_experiments_tools.data.text.records import (
 )
 from lm_experiments_tools.data.text.sources import Shard, plan_shards
 from lm_experiments_tools.data.tokens.tokenize import TextEncoder, batches
-from lm_experiments_tools.data.workers import Caller
 
 logger = logging.getLogger(__name__)
 
@@ -234,7 +233,7 @@ class ChunkMaker:
         self.settings = settings
         self._open: dict[int, tuple[StreamText, Iterator[Record]]] = {}
 
-    def make(self, request: ChunkRequest) -> Chunk:
+    def __call__(self, request: ChunkRequest) -> Chunk:
         """Tokenize a chunk: at least 32,768 tokens, doubled from chunk to chunk up to a million."""
         encoder, least = self.settings.encoder, min(FIRST_CHUNK << min(request.number, 30), LARGEST_CHUNK)
         text, documents = self._text_at(request)
@@ -270,8 +269,3 @@ class ChunkMaker:
 def rejected_path(folder: str | os.PathLike) -> Path:
     """Return the path of the list of records that could not be used, in the folder of a streamed run."""
     return Path(folder) / "bad_lines.jsonl"
-
-
-def work(caller: Caller) -> None:
-    """Run the worker process of a streamed run, which answers each ChunkRequest with a Chunk."""
-    caller.serve(lambda settings: ChunkMaker(settings).make)

@@ -49,7 +49,7 @@ from lm_experiments_tools.data.tokens.indexed import (
     remove_unfinished,
     token_dtype,
 )
-from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool, available_cores
+from lm_experiments_tools.data.workers import WorkerEnded, WorkerPool, available_cores
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.files import json_sha256, locked
 
@@ -209,9 +209,9 @@ def _num_characters(parts: list[list[str]]) -> int:
     return sum(len(text) for texts in parts for text in texts)
 
 
-def work(caller: Caller) -> None:
-    """Run a worker process of the tokenization: encode each shard (part of the text) that the parent requests."""
-    caller.serve(lambda settings: lambda job: encode_shard(*job, *settings))
+def prepare(settings: tuple[Encoder, int]) -> Callable[[tuple[Shard, str]], tuple[int, bool]]:
+    """Return the function by which a worker process encodes a shard (part of the text)."""
+    return lambda job: encode_shard(*job, *settings)
 
 
 # ---- several processes ----
@@ -226,7 +226,7 @@ def _encode_shards(
         if workers <= 1:
             answers = ((job, encode_shard(*job, encoder, limit)) for job in jobs)
         else:
-            pool = stack.enter_context(WorkerPool(work, (encoder, limit), workers))
+            pool = stack.enter_context(WorkerPool(prepare, (encoder, limit), workers))
             submitted = {pool.submit(job): job for job in jobs}
             answers = ((submitted[done], done.result()) for done in as_completed(submitted))
         try:
@@ -237,8 +237,7 @@ def _encode_shards(
                 yield job
         except WorkerEnded as end:
             raise UserError(
-                f"a tokenization process ended with exit code {end.returncode} (-9: killed, often for lack of memory) "
-                f"at {end.request[0].path}: try again with fewer workers"
+                f"a tokenization process {end} at {end.request[0].path}: try again with fewer workers"
             ) from None
 
 

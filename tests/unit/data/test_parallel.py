@@ -45,7 +45,7 @@ def test_batches_are_those_of_one_process():
 def test_an_error_of_a_process_is_the_runs_and_so_is_its_death():
     killed = ParallelDataset(mixture(), 2)
     killed._pool._workers[1].kill()
-    with pytest.raises(RunError, match=r"a process that makes examples \(--data_n_workers\) was killed"):
+    with pytest.raises(RunError, match=r"a process that makes examples \(--data_n_workers\) ended with exit code -9"):
         for _ in range(3):
             killed.batch(np.arange(64))
     killed.close()

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import closing
 
 import pytest
 
@@ -39,19 +40,15 @@ def calculate(settings):
     return answer
 
 
-def work(caller):
-    caller.serve(calculate)
-
-
 def test_a_worker_answers_by_its_settings_and_ends_with_the_block():
-    with Worker(work, 10) as worker:
+    with closing(Worker(calculate, 10)) as worker:
         assert [worker.ask(number) for number in range(3)] == [10, 11, 12]
         assert worker.process.poll() is None
     assert worker.process.returncode == 0
 
 
 def test_a_signal_to_the_process_group_is_left_to_the_caller():
-    with Worker(work, 10) as worker:
+    with closing(Worker(calculate, 10)) as worker:
         assert worker.ask(0) == 10
         for name in ("USR1", "USR2", "HUP", "XCPU", "TERM", "INT"):
             worker.process.send_signal(getattr(signal, f"SIG{name}"))
@@ -65,12 +62,12 @@ def test_a_signal_to_the_process_group_is_left_to_the_caller():
         (0, "missing", FileNotFoundError, "No such file or directory: '/nowhere'"),
         (0, "library", OSError, "^no answer from hub:80$"),
         ("refused", 1, UserError, "^no such settings$"),
-        (0, "die", WorkerEnded, "^exit code 3$"),
-        (0, "crash", WorkerEnded, "^exit code 1$"),
+        (0, "die", WorkerEnded, "^ended with exit code 3 "),
+        (0, "crash", WorkerEnded, "^ended with exit code 1 "),
     ],
 )
 def test_errors_and_death_reach_the_caller(settings, request_, error, sentence):
-    worker = Worker(work, settings)
+    worker = Worker(calculate, settings)
     with pytest.raises(error, match=sentence) as caught:
         worker.ask(request_)
     assert getattr(caught.value, "request", request_) == request_
@@ -80,7 +77,7 @@ def test_errors_and_death_reach_the_caller(settings, request_, error, sentence):
 
 def test_a_stopped_worker_does_not_hang_the_end_of_a_run(monkeypatch):
     monkeypatch.setattr("lm_experiments_tools.data.workers._SECONDS_TO_END", 0.2)
-    with Worker(work, 0) as worker:
+    with closing(Worker(calculate, 0)) as worker:
         assert worker.ask(1) == 1
         os.kill(worker.process.pid, signal.SIGSTOP)
         started = time.monotonic()
@@ -88,13 +85,13 @@ def test_a_stopped_worker_does_not_hang_the_end_of_a_run(monkeypatch):
 
 
 def test_a_pool_answers_all_requests():
-    with WorkerPool(work, 0, 2) as pool:
+    with WorkerPool(calculate, 0, 2) as pool:
         answers = [pool.submit(number) for number in range(40)]
         assert [answer.result() for answer in answers] == list(range(40))
 
 
 def test_a_death_in_a_pool_is_said_once_and_kills_the_others():
-    with pytest.raises(WorkerEnded) as caught, WorkerPool(work, 0, 2) as pool:
+    with pytest.raises(WorkerEnded) as caught, WorkerPool(calculate, 0, 2) as pool:
         answers = [pool.submit(request) for request in (0, 1, "die", *range(50))]
         [answer.result() for answer in answers]
     assert caught.value.request == "die" and caught.value.returncode == 3
@@ -102,7 +99,7 @@ def test_a_death_in_a_pool_is_said_once_and_kills_the_others():
 
 
 def test_an_error_in_a_pool_is_repeated_and_not_taken_for_a_death():
-    with pytest.raises(UserError, match="mend it"), WorkerPool(work, 1, 2) as pool:
+    with pytest.raises(UserError, match="mend it"), WorkerPool(calculate, 1, 2) as pool:
         answers = [pool.submit("user") for _ in range(6)]
         assert {str(answer.exception()) for answer in answers} == {"mend it"}
         answers[0].result()

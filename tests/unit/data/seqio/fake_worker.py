@@ -12,7 +12,7 @@ from lm_experiments_tools.errors import UserError
 class TaskExamples:
     title = "numbers"
 
-    def __init__(self, job, log):
+    def __init__(self, job):
         print("what a library prints")
         self.job = job
         if job.task == "tasks:refused":
@@ -39,9 +39,9 @@ class TaskExamples:
         yield self.rows(np.arange(4, self.job.valid_samples or 7))
 
 
-def work(caller):
-    """The real worker process, given these examples."""
+def prepare(job):
+    """The real worker's function, given these examples."""
     tasks = types.ModuleType("lm_experiments_tools.data.seqio.tasks")
     tasks.TaskExamples, tasks.limit_threads = TaskExamples, lambda num_threads: None
     sys.modules[tasks.__name__] = tasks
-    seqio_worker.work(caller)
+    return seqio_worker.prepare(job)

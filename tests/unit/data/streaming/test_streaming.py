@@ -20,7 +20,6 @@ from lm_experiments_tools.data.objectives.token_rows import TokensInMemory
 from lm_experiments_tools.data.streaming import stream as streaming
 from lm_experiments_tools.data.streaming import text as stream_text
 from lm_experiments_tools.data.streaming.stream import streaming_data, streams_of
-from lm_experiments_tools.data.streaming.text import ChunkMaker
 from lm_experiments_tools.data.text import records
 from lm_experiments_tools.data.text.records import read_shard
 from lm_experiments_tools.data.text.sentencepiece_tokenizer import SentencePieceTokenizer
@@ -38,14 +37,8 @@ class InProcess:
 
     before = staticmethod(lambda request: None)
 
-    def __init__(self, work, settings):
-        self.maker = ChunkMaker(settings)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        return None
+    def __init__(self, prepare, settings):
+        self.answer = prepare(settings)
 
     def kill(self):
         pass
@@ -54,7 +47,7 @@ class InProcess:
 
     def ask(self, request):
         self.before(request)
-        return self.maker.make(request)
+        return self.answer(request)
 
 
 class OneOfMany(LocalBackend):
