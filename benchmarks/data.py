@@ -258,7 +258,6 @@ def prepare(corpus: list[Path], vocab: Path, bert_vocab: Path | None, folder: Pa
     from lm_experiments_tools.data.tokens.indexed import IndexedDatasetWriter
 
     vocabulary = Tokenizer.load(vocab)
-    writer = IndexedDatasetWriter(folder / "tokens", np.uint16)
     size, documents = 0, []
     with (folder / "text.txt").open("w", encoding="utf-8") as lines, (folder / "text.jsonl").open("w") as objects:
         for path in corpus:
@@ -269,11 +268,11 @@ def prepare(corpus: list[Path], vocab: Path, bert_vocab: Path | None, folder: Pa
                     continue
                 lines.write(text + "\n")
                 objects.write(json.dumps({"text": text}) + "\n")
-                writer.add_sequence(ids)
-                writer.end_document()
                 documents.append(ids)
                 size += len(text.encode())
-    writer.finalize()
+    lengths = np.array([len(ids) for ids in documents])
+    with IndexedDatasetWriter(folder / "tokens", np.uint16) as writer:
+        writer.add_documents(np.concatenate(documents), lengths, np.ones_like(lengths))
     tokens = np.memmap(folder / "tokens.bin", np.uint16, "r")
     if importlib.util.find_spec("datasets"):
         from datasets import Dataset

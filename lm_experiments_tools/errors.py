@@ -47,7 +47,7 @@ def os_sentence(error: OSError) -> str:
     return f"{file}: {error.strerror}{remedy}"
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """First line of an exception's message, two if it ends with a colon; its type if the message is empty."""
     first, *others = str(error).strip().splitlines() or [type(error).__name__]
     return (f"{first} {others[0].strip()}" if others and first.endswith(":") else first).rstrip(".")

@@ -34,12 +34,12 @@ import numpy as np
 from lm_experiments_tools.data.objectives.token_rows import CHECKED_AT_START, check_ids
 from lm_experiments_tools.data.order import draw_integers, stream_key
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, search_sorted
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import json_sha256
 from lm_experiments_tools.labels import IGNORED_LABEL
 from megatron.masking import choose_masked, ngram_probabilities, replace_masked, word_starts
-from megatron.sample_mapping import MappingSettings, load_mapping
+from megatron.sample_mapping import MappingSettings, load_mapping, search_sorted
 from megatron.tokenizers import check_tokenizer
 
 logger = logging.getLogger(__name__)

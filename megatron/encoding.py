@@ -23,7 +23,6 @@ import numpy as np
 
 from lm_experiments_tools.data.text.records import BadRecord, Record, field_of, unusable_characters, utf8_length
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
-from lm_experiments_tools.data.tokens.indexed import token_dtype
 from lm_experiments_tools.data.tokens.tokenize import EncodedDocuments
 from lm_experiments_tools.errors import UserError
 from megatron.sentences import SentenceSplitter, splitter_version
@@ -58,31 +57,31 @@ class EncodingArgs:
 class SentenceEncoder:
     """Converts records to token ids for BERT: splits documents into sentences and tokenizes them.
 
-    `tokenizer` is that of `args`, if already loaded. Raises UserError if it or the sentence splitter cannot be loaded.
+    `vocabulary` is that of `args`, if already loaded. Raises UserError if it or the splitter cannot be loaded.
     """
 
     key = None
 
-    def __init__(self, args: EncodingArgs, tokenizer: Tokenizer | None = None):
+    def __init__(self, args: EncodingArgs, vocabulary: Tokenizer | None = None):
         # Not a subclass of a script's, which worker processes could not import.
         self.args = EncodingArgs(**{field.name: getattr(args, field.name) for field in fields(EncodingArgs)})
-        self.tokenizer = tokenizer or build_tokenizer(
+        self.vocabulary = vocabulary or build_tokenizer(
             args.tokenizer_type, vocab_file=args.vocab_file, name_or_path=args.tokenizer_name_or_path
         )
-        self.dtype = token_dtype(self.tokenizer.size)
-        self.suffixes = [f"-{number}" for number in range(len(args.json_keys))]
+        settings = {
+            "tokenizer_type": args.tokenizer_type,
+            "level": "sentence" if args.split_sentences else "document",
+            "sentence_splitter": args.sentence_splitter if args.split_sentences else None,
+            "splitter_version": splitter_version(args.sentence_splitter) if args.split_sentences else None,
+            "keep_newlines": args.keep_newlines,
+            "split_tokens": args.split_tokens,
+            "append_eod": args.append_eod,
+        }
+        self.outputs = [{"json_key": key, **settings} for key in args.json_keys]
         self._split = SentenceSplitter(args.sentence_splitter, args.keep_newlines)
 
     def __reduce__(self) -> tuple:
-        return SentenceEncoder, (self.args, self.tokenizer)
-
-    @property
-    def identity(self) -> list[Any]:
-        names = {field.name for field in fields(EncodingArgs)}
-        names -= {"vocab_file", "tokenizer_name_or_path", "tokenizer_type"}  # their fingerprint counts
-        rules = {name: getattr(self.args, name) for name in sorted(names)}
-        version = splitter_version(self.args.sentence_splitter) if self.args.split_sentences else ""
-        return [rules, self.tokenizer.fingerprint, version]
+        return SentenceEncoder, (self.args, self.vocabulary)
 
     def parts(self, record: Record) -> list[list[str]]:
         """Split a record into sentences, one list for each JSON key that is tokenized."""
@@ -108,7 +107,7 @@ class SentenceEncoder:
     def encode(self, documents: Sequence[Sequence[str]]) -> EncodedDocuments:
         """Convert documents, each a list of sentences, to token ids. Each sentence becomes one sequence."""
         sentences = list(chain.from_iterable(documents))
-        ids, lengths = self.tokenizer.encode_arrays(sentences)
+        ids, lengths = self.vocabulary.encode_arrays(sentences)
         document = np.repeat(np.arange(len(documents)), [len(document) for document in documents])[lengths > 0]
         lengths = lengths[lengths > 0]
         if self.args.split_tokens:
@@ -118,7 +117,7 @@ class SentenceEncoder:
         num_sequences = num_sequences[has_tokens]
         if self.args.append_eod and len(ids):
             last = np.cumsum(num_sequences) - 1
-            ids = np.insert(ids, np.cumsum(lengths)[last], self.tokenizer.eos_id)
+            ids = np.insert(ids, np.cumsum(lengths)[last], self.vocabulary.eos_id)
             lengths[last] += 1
         num_bytes = sum(map(utf8_length, sentences))
         return EncodedDocuments(ids, lengths, num_sequences, num_bytes, int((~has_tokens).sum()))

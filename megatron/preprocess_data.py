@@ -19,10 +19,8 @@ import logging
 import os
 import signal
 import sys
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,10 +30,9 @@ if __name__ == "__main__" and not __package__:
 
 from lm_experiments_tools.config.cli import parse, run_main
 from lm_experiments_tools.config.flags import COUNT, NOT_NEGATIVE, check_groups
-from lm_experiments_tools.data.text.records import RejectedRecords, no_documents
 from lm_experiments_tools.data.text.sources import READABLE, Shard, find_files, plan_shards
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, read_meta
-from lm_experiments_tools.data.tokens.tokenize import EncodedWriter, Tokenization, report_unknown
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+from lm_experiments_tools.data.tokens.tokenize import Tokenization, report_unknown
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked
 from megatron.encoding import EncodingArgs, SentenceEncoder
@@ -75,11 +72,6 @@ class PreprocessArgs(EncodingArgs):
         if self.output_prefix.endswith(("/", ".bin", ".idx")):
             raise UserError(f"--output-prefix {self.output_prefix} must be a prefix, such as tokens/train.")
 
-    @property
-    def level(self) -> str:
-        """Unit of text that is one sequence of the token files, as in their names: "sentence" or "document"."""
-        return "sentence" if self.split_sentences else "document"
-
 
 def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
     """Tokenize text for BERT and write the token files.
@@ -91,20 +83,27 @@ def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
     shards = _plan(args)
     if not args.split_sentences:
         logger.warning("without --split-sentences BERT has no sentence pairs and reads one sample of a document")
-    prefixes = [f"{args.output_prefix}_{key}_{args.level}" for key in args.json_keys]
+    prefixes = [f"{args.output_prefix}_{output['json_key']}_{output['level']}" for output in encoder.outputs]
     with locked(Path(f"{args.output_prefix}.lock")):
-        run = Tokenization(
+        metas = Tokenization(
+            [os.path.abspath(args.input)],
             shards,
             encoder,
             args.output_prefix,
             prefixes,
-            rejected=f"{args.output_prefix}.bad_lines.jsonl",
-            limit=args.max_bad_lines,
-            workers=args.workers,
-        )
-        metas = run.run(partial(_metas, args, encoder), partial(_log_progress, args.log_interval))
+            args.max_bad_lines,
+            args.workers,
+            args.log_interval,
+        ).run()
         for prefix in prefixes:
-            report_unknown(IndexedDataset(prefix), encoder.tokenizer.unk_id)
+            report_unknown(IndexedDataset(prefix), encoder.vocabulary.unk_id)
+    if args.split_sentences and any(meta["num_sequences"] < 1.5 * meta["num_documents"] for meta in metas):
+        logger.warning(
+            "most documents of %s are one sentence to --sentence-splitter %s, and BERT's pairs need two: choose a "
+            "splitter of their language, such as sentencex:zh, or newline",
+            args.input,
+            args.sentence_splitter,
+        )
     return dict(zip(prefixes, metas, strict=True))
 
 
@@ -117,61 +116,6 @@ def _plan(args: PreprocessArgs) -> list[Shard]:
     if texts and len(args.json_keys) > 1:
         raise UserError(f"{texts[0]} is plain text, but --json-keys names {len(args.json_keys)} keys: name one")
     return plan_shards([args.input], document_per_line=args.document_per_line)
-
-
-def _metas(
-    args: PreprocessArgs,
-    encoder: SentenceEncoder,
-    writers: Sequence[EncodedWriter],
-    rejected: RejectedRecords,
-) -> list[dict[str, Any]]:
-    """The contents of the .json files. Raises UserError where a key has no document."""
-    metas = []
-    for key, writer in zip(args.json_keys, writers, strict=True):
-        if not writer.num_documents:
-            if writer.num_empty:
-                raise UserError(f"all {writer.num_empty} documents of {args.input} are empty under the key {key!r}")
-            raise no_documents([args.input], rejected)
-        if args.split_sentences and writer.num_sequences < 1.5 * writer.num_documents:
-            logger.warning(
-                "most documents of %s are one sentence to --sentence-splitter %s, and BERT's pairs need two: choose a "
-                "splitter of their language, such as sentencex:zh, or newline", args.input, args.sentence_splitter
-            )  # fmt: skip
-        metas.append({
-            "vocab_sha256": encoder.tokenizer.fingerprint,
-            "vocab_file": encoder.tokenizer.recorded_as,
-            "vocab_size": encoder.tokenizer.size,
-            "tokenizer_type": args.tokenizer_type,
-            "json_key": key,
-            "level": args.level,
-            "sentence_splitter": args.sentence_splitter if args.split_sentences else None,
-            "keep_newlines": args.keep_newlines,
-            "split_tokens": args.split_tokens,
-            "append_eod": args.append_eod,
-            "bad_lines": rejected.count,
-            "num_documents": writer.num_documents,
-            "num_sequences": writer.num_sequences,
-            "num_tokens": writer.num_tokens,
-            "num_bytes": writer.num_bytes,
-            "empty_documents": writer.num_empty,
-            "dtype": writer.dtype.name,
-            "bin_sha256": writer.bin_sha256,
-        })  # fmt: skip
-    return metas
-
-
-def _log_progress(interval: int, jobs: Sequence[tuple[Shard, str]], done: Iterable[tuple[Shard, str]]) -> None:
-    start, num_documents, num_bytes = time.perf_counter(), 0, 0
-    for _, prefix in done:
-        meta = read_meta(f"{prefix}-0")
-        documents = meta["num_documents"] + meta["empty_documents"] + meta["bad_lines"]
-        passed = (num_documents + documents) // interval > num_documents // interval
-        num_documents += documents
-        num_bytes += meta["num_bytes"]
-        if passed:
-            seconds = time.perf_counter() - start
-            rates = num_documents / seconds, num_bytes / 1e6 / seconds
-            logger.info("Processed %d documents (%.1f docs/s, %.2f MB/s).", num_documents, *rates)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -31,13 +31,13 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import numpy as np
 from numpy.lib.format import dtype_to_descr, write_array_header_1_0
 
 from lm_experiments_tools.data.order import draw_integers, stream_key
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, search_sorted
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.files import write_atomic
 
 logger = logging.getLogger(__name__)
@@ -325,3 +325,17 @@ def _save(file: BinaryIO, parts: Iterable[np.ndarray], dtype: np.dtype) -> None:
 
 def _checksum(path: Path) -> int:
     return zlib.crc32(np.memmap(path, np.uint8, "r"))
+
+
+def search_sorted(array: np.ndarray, values: np.ndarray, side: Literal["left", "right"] = "left") -> np.ndarray:
+    """Find where values would be inserted into a sorted array, as np.searchsorted does, without a copy of the array.
+
+    np.searchsorted copies unaligned arrays, such as the memory-mapped arrays of an index file.
+    """
+    array, found = np.asarray(array), np.zeros(np.shape(values), np.int64)
+    for bit in reversed(range(len(array).bit_length())):
+        further = found + (1 << bit)
+        passed = array[np.minimum(further, len(array)) - 1]
+        below = passed <= values if side == "right" else passed < values
+        found = np.where(below & (further <= len(array)), further, found)
+    return found

@@ -56,9 +56,6 @@ def build_tokenizer(
 
 
 def check_tokenizer(data: IndexedDataset, tokenizer: Tokenizer) -> None:
-    """Raise UserError if a token file was made with another tokenizer than `tokenizer`, as its PREFIX.json records.
-
-    The share of its unknown tokens is logged.
-    """
-    check_vocabulary(data.prefix, data.meta, tokenizer)
+    """Check that a token file was made with `tokenizer` (see `check_vocabulary`), and log its unknown tokens."""
+    check_vocabulary(data, tokenizer)
     report_unknown(data, tokenizer.unk_id)

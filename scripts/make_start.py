@@ -25,7 +25,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from lm_experiments_tools.config.cli import run_main
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, read_meta
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import check_vocabulary as check_tokens
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import build_model, check_vocabulary, load_model_config, set_special_tokens
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_vocabulary(config, vocabulary.size)
     check_buckets(config)
     data = IndexedDataset(args.data)
-    check_tokens(args.data, read_meta(args.data), vocabulary)
+    check_tokens(data, vocabulary)
     tokens = np.asarray(data.tokens[:MOST_TOKENS], dtype=np.int64)
     check_ids(args.data, tokens, config.vocab_size)
     torch.manual_seed(args.seed)

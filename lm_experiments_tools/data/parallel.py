@@ -48,7 +48,7 @@ class ParallelDataset(Dataset):
             raise RunError(f"a process that makes examples (--data_n_workers) {end}") from None
 
     def close(self) -> None:
-        self._pool.close(kill=True)
+        self._pool.close()
 
 
 def prepare(dataset: Dataset) -> Callable[[tuple[str, np.ndarray]], Batch | np.ndarray]:

@@ -28,7 +28,7 @@ from lm_experiments_tools.errors import UserError
 Prepare = Callable[[Any], Callable[[Any], Any]]
 
 _GRACE = 5.0  # seconds that a worker has left for the work in hand when its parent is gone
-_SECONDS_TO_END = 10.0  # from a closed connection to the end of the process
+_SECONDS_TO_END = 10.0  # from a closed connection or a signal to the end of the process
 _GONE = object()  # the last message
 _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false"}  # there is a process for each core
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
@@ -122,18 +122,14 @@ class Worker:
         self.process.kill()
 
     def close(self) -> None:
-        """Disconnect from the worker and wait until its process ends. It is killed after some seconds."""
+        """Kill the process and disconnect from it. No thread may wait for an answer."""
+        self.kill()
+        self._returncode()
         self._connection.close()
-        if self._returncode() is None:
-            self.kill()
-            self._returncode()
 
 
 class WorkerPool:
-    """Several worker processes with the same function and settings, which share the requests.
-
-    The pool is a context manager. An exception in its `with` block kills the workers.
-    """
+    """Several worker processes with the same function and settings, which share the requests."""
 
     def __init__(self, prepare: Prepare, settings: Any, num_workers: int):
         self._workers = [Worker(prepare, settings) for _ in range(num_workers)]
@@ -141,7 +137,6 @@ class WorkerPool:
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(num_workers)
-        self._death: Exception | None = None  # of the first worker, raised by all later requests
 
     def submit(self, request: Any) -> "Future[Any]":
         """Send a request to the next idle worker; return a future of the answer or of the errors of `Worker.ask`."""
@@ -150,23 +145,13 @@ class WorkerPool:
     def _ask(self, request: Any) -> Any:
         worker = self._idle.get()
         try:
-            if self._death is None:
-                return worker.ask(request)
-        except (WorkerEnded, UserError, OSError) as end:  # with any of them its process has ended
-            self._death = self._death or end
+            return worker.ask(request)
         finally:
             self._idle.put(worker)
-        raise self._death
 
-    def __enter__(self) -> "WorkerPool":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(kill=kind is not None)
-
-    def close(self, kill: bool = False) -> None:
-        """End the workers, by a signal if `kill`, and wait until they have ended."""
-        for worker in self._workers if kill else ():
+    def close(self) -> None:
+        """Kill the workers, and wait until they have ended."""
+        for worker in self._workers:
             worker.kill()
         self._threads.shutdown(cancel_futures=True)
         for worker in self._workers:

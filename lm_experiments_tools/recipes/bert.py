@@ -18,8 +18,7 @@ from lm_experiments_tools.data.objectives.document_rows import DocumentRows
 from lm_experiments_tools.data.objectives.mlm import Blocks, MaskedLM, SampleMasking
 from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.objectives.token_rows import TokenRows
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, dataset_paths, read_at_random, token_prefix
-from lm_experiments_tools.data.tokens.tokenize import check_vocabulary, report_unknown, warn_unrecorded
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, read_at_random, token_prefix
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.models.build import check_positions
@@ -31,7 +30,7 @@ from lm_experiments_tools.recipes.report import unmasked, write_report
 from lm_experiments_tools.recipes.t5_sources import tokenized
 from lm_experiments_tools.training.losses import bert_loss
 from megatron.bert_dataset import BertDataset
-from megatron.tokenizers import build_tokenizer
+from megatron.tokenizers import build_tokenizer, check_tokenizer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -262,24 +261,17 @@ def document_datasets(
 def open_documents(path: str, args: BertPretrainingArgs, tokenizer: Tokenizer) -> IndexedDataset:
     """Open the token file of a data path. Text is tokenized first and cached. Raises UserError."""
     prefix = token_prefix(path)
-    if prefix is None:
-        tokens = tokenized(path, tokenizer, args, append_eos=False)
-    else:
-        tokens = IndexedDataset(prefix)
-        warn_unrecorded(tokens.prefix, tokens.meta)
-        check_vocabulary(tokens.prefix, tokens.meta, tokenizer)
-    report_unknown(tokens, tokenizer.unk_id)
+    tokens = tokenized(path, tokenizer, args, append_eos=False) if prefix is None else IndexedDataset(prefix)
+    check_tokenizer(tokens, tokenizer)
     return tokens
 
 
 # ---- Megatron's sentences -------------------------------------------------------------------------------------------
 def open_sentences(path: str) -> IndexedDataset:
     """Open the token file PREFIX.bin with PREFIX.idx. Raises UserError for text or missing files."""
+    if (found := token_prefix(path)) is not None:
+        return IndexedDataset(found)
     prefix = path.removesuffix(".bin").removesuffix(".idx")
-    if any(file.is_file() for file in dataset_paths(prefix)[:2]):
-        tokens = IndexedDataset(prefix)
-        warn_unrecorded(prefix, tokens.meta)
-        return tokens
     longer = [name.removesuffix(".idx") for name in sorted(glob.glob(f"{glob.escape(prefix)}_*.idx"))]
     if longer:
         raise UserError(f"there is no {prefix}.idx, but {' and '.join(longer)}: give the whole prefix")

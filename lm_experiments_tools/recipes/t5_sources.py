@@ -9,21 +9,19 @@ from typing import TYPE_CHECKING
 
 from lm_experiments_tools.config.flags import is_given
 from lm_experiments_tools.config.phases import phases_of
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, read_meta, token_prefix
+from lm_experiments_tools.data.text.tokenizer import BYTES, Tokenizer
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, token_prefix
 from lm_experiments_tools.data.tokens.tokenize import (
     check_vocabulary,
     ensure_tokenized,
     open_tokenizer,
-    recorded_vocabulary,
     report_unknown,
-    warn_unrecorded,
 )
 from lm_experiments_tools.errors import UserError
 
 if TYPE_CHECKING:
     from lm_experiments_tools.config.bert import BertPretrainingArgs
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
-    from lm_experiments_tools.data.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -63,49 +61,46 @@ class T5Sources:
             paths = [*args.data_path, *paths]
         elif args.vocab is None:
             paths = [*args.data_path[:1], *paths]
-        self._prefixes: dict[str, str | None] = {}
-        self._records = {path: read_meta(prefix) for path in paths if (prefix := self.prefix(path)) is not None}
+        self._token_files: dict[str, IndexedDataset] = {}
+        for path in paths:
+            if (prefix := token_prefix(self._from_anywhere(path))) is not None:
+                self._token_files[path] = IndexedDataset(prefix)
         self._opened: dict[str, IndexedDataset] = {}
         vocab = args.vocab or self._recorded()
         self.vocabulary = open_tokenizer(found if os.path.exists(found := self._from_anywhere(vocab)) else vocab)
         for flag, word in (("append_eos", "no_append_eos"), ("document_per_line", "document_per_line")):
-            if is_given(args, flag) and len(self._records) == len(set(paths)):
+            if is_given(args, flag) and len(self._token_files) == len(set(paths)):
                 raise UserError(f"--{word} is about raw text, and {', '.join(paths)} is tokenized.")
-        for path, record in self._records.items():
-            check_vocabulary(self.prefix(path), record, self.vocabulary)
+        for tokens in self._token_files.values():
+            check_vocabulary(tokens, self.vocabulary)
 
-    def prefix(self, path: str) -> str | None:
-        """Return the token file prefix that a data path names; None for text and datasets."""
-        if path not in self._prefixes:
-            self._prefixes[path] = token_prefix(self._from_anywhere(path))
-        return self._prefixes[path]
+    def is_tokenized(self, path: str) -> bool:
+        """Return True if a data path names a token file, False for text and datasets."""
+        return path in self._token_files
 
     def tokens(self, path: str) -> IndexedDataset:
         """Open the token file of a data path. Text is tokenized first and cached. Raises UserError."""
         if path not in self._opened:
-            if self.prefix(path) is None:
-                end = self._args.ends_documents()
-                self._opened[path] = tokenized(path, self.vocabulary, self._args, append_eos=end)
-            else:
-                self._opened[path] = self._indexed(path)
+            self._opened[path] = self._open(path)
             report_unknown(self._opened[path], self.vocabulary.unk_id)
         return self._opened[path]
 
     def add(self, tokens: IndexedDataset) -> str:
         """Register a token file that is already open, and return the data path under which `tokens` finds it."""
-        self._prefixes[tokens.prefix], self._opened[tokens.prefix] = tokens.prefix, tokens
+        self._opened[tokens.prefix] = tokens
         return tokens.prefix
 
-    def _indexed(self, path: str) -> IndexedDataset:
-        prefix, record = self.prefix(path), self._records[path]
-        warn_unrecorded(prefix, record)
-        if self._args.objective().parts_documents and record.get("append_eos") is False:
+    def _open(self, path: str) -> IndexedDataset:
+        if not self.is_tokenized(path):
+            return tokenized(path, self.vocabulary, self._args, append_eos=self._args.ends_documents())
+        tokens = self._token_files[path]
+        if self._args.objective().parts_documents and tokens.meta.get("append_eos") is False:
             logger.warning(
                 "%s has no EOS between its documents, which --task %s needs: tokenize again with --append_eos",
-                prefix,
+                tokens.prefix,
                 self._args.task,
             )
-        return IndexedDataset(prefix, record)
+        return tokens
 
     def _from_anywhere(self, path: str) -> str:
         """The same file for a process that has entered `--working_dir` and for one that has not."""
@@ -115,7 +110,7 @@ class T5Sources:
         """The vocabulary that made the token file of the first data path, or of the validation data without one."""
         flag = "data_path" if self._args.data_path else "valid_data_path"
         path = self._args.data_path[0] if self._args.data_path else self._args.valid_data_path
-        if path not in self._records:
+        if not self.is_tokenized(path):
             if not os.path.exists(self._from_anywhere(path)):
                 raise UserError(f"--{flag} {path}: there is neither a token prefix (.idx, .bin) nor text.")
             if os.path.isfile(usual := self._from_anywhere(USUAL_VOCABULARY)):
@@ -124,12 +119,16 @@ class T5Sources:
                 f"--vocab is missing, and {path} records none: give a SentencePiece .model file (`lmtools vocab` "
                 "trains one), the folder of a tokenizer, or bytes."
             )
-        record = Path(f"{self.prefix(path)}.json")
-        made_with = self._records[path].get("vocab_file")
-        found = None if made_with is None else recorded_vocabulary(self.prefix(path), self._records[path])
-        if found is None:
-            raise UserError(f"--vocab is missing, and the vocabulary of {record} ({made_with}) is not there.")
-        return found
+        tokens = self._token_files[path]
+        made_with = tokens.meta.get("vocab_file")
+        if made_with == BYTES:
+            return Path(BYTES)
+        if made_with is not None:
+            named = Path(made_with)
+            for found in (named, Path(tokens.prefix).parent / named.name):
+                if found.exists():
+                    return found
+        raise UserError(f"--vocab is missing, and the vocabulary of {tokens.meta_path} ({made_with}) is not there.")
 
 
 def tokenized(

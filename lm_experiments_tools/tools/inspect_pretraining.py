@@ -18,8 +18,8 @@ from lm_experiments_tools.data.text.records import RejectedRecords, records
 from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.tokens.holdout import hold_out
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, token_prefix
-from lm_experiments_tools.data.tokens.tokenize import EncodedWriter, TextEncoder, report_unknown
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype, token_prefix
+from lm_experiments_tools.data.tokens.tokenize import TextEncoder, report_unknown
 from lm_experiments_tools.models.from_args import model_source
 from lm_experiments_tools.recipes.bert import (
     bert_datasets,
@@ -58,7 +58,7 @@ def t5_sections(args: Any) -> Iterator[Section]:
 
 def _t5_source(path: str, data: T5Sources, args: Any, scratch: Path) -> TokenSource:
     """The tokens that the run will read from a data path, or those of the first `--documents` in a scratch file."""
-    if data.prefix(path) is not None:
+    if data.is_tokenized(path):
         return open_source(path, data.tokens(path), args, scratch)
     first = _first_documents(path, data.vocabulary, args.ends_documents(), args, scratch)
     return first or TokenSource(path, data.tokens(path))
@@ -77,13 +77,15 @@ def _first_documents(
     encoder = TextEncoder(vocabulary, args.text_key, append_eos)
     rejected = RejectedRecords(args.max_bad_lines, f"{scratch}.bad_lines.jsonl")
     documents = records([path], args.text_key, rejected, args.document_per_line)
-    with closing(documents), closing(rejected), EncodedWriter(str(scratch), encoder.dtype) as writer:
-        first = itertools.islice(documents, limit)
+    with closing(documents), closing(rejected), IndexedDatasetWriter(scratch, token_dtype(vocabulary.size)) as writer:
+        first, num_bytes = itertools.islice(documents, limit), 0
         while batch := list(itertools.islice(first, _DOCUMENTS_AT_ONCE)):
-            writer.add(encoder.encode([parts for record in batch for parts in encoder.parts(record)]))
+            encoded = encoder.encode([parts for record in batch for parts in encoder.parts(record)])
+            writer.add_documents(encoded.ids, encoded.sequence_lengths, encoded.num_sequences)
+            num_bytes += encoded.num_bytes
         is_whole = next(documents, None) is None
         meta = {"vocab_sha256": vocabulary.fingerprint, "vocab_file": vocabulary.recorded_as}
-        writer.finalize({"num_bytes": writer.num_bytes} | meta)
+        writer.finalize({"num_bytes": num_bytes} | meta)
     tokens = IndexedDataset(scratch)
     report_unknown(tokens, vocabulary.unk_id)
     return TokenSource(path, tokens, is_whole)
@@ -145,7 +147,6 @@ def _bert_source(path: str, tokenizer: Any, args: Any, scratch: Path) -> TokenSo
     if args.packing == SENTENCES:
         tokens = open_sentences(path)
         check_tokenizer(tokens, tokenizer)
-        report_unknown(tokens, tokenizer.unk_id)
         return open_source(path, tokens, args, scratch)
     first = None if token_prefix(path) is not None else _first_documents(path, tokenizer, False, args, scratch)
     return first or open_source(path, open_documents(path, args, tokenizer), args, scratch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +36,8 @@ def open_source(path: str, tokens: IndexedDataset, args: Any, scratch: Path) -> 
         tokens.check_content()
         return TokenSource(path, tokens)
     with IndexedDatasetWriter(scratch, tokens.dtype) as writer:
-        for first, end in pairwise(tokens.document_indices[: args.documents + 1].tolist()):
-            for index in range(first, end):
-                writer.add_sequence(tokens[index])
-            writer.end_document()
+        for block in tokens.blocks(args.documents):
+            writer.add_documents(*block)
         entries = ("vocab_file", "vocab_sha256", "vocab_size", "append_eos", "append_eod")
         writer.finalize({name: tokens.meta[name] for name in entries if name in tokens.meta})
     return TokenSource(path, IndexedDataset(scratch), is_whole=False)

@@ -53,11 +53,10 @@ def run(args: TokenizeArgs) -> None:
     seconds = time.perf_counter() - start
     megabytes = meta["num_bytes"] / 1e6
     unknown = report_unknown(IndexedDataset(args.output), vocabulary.unk_id)
-    empty = f", {meta['empty_documents']:,} empty texts" if "empty_documents" in meta else ""
     print(
         f"{meta['num_documents']:,} documents, {megabytes:.1f} MB of text -> {meta['num_tokens']:,} tokens "
-        f"({meta['dtype']}), {unknown:.2%} of them unknown, {meta['bad_lines']} bad lines{empty}, "
-        f"in {seconds:.1f} s ({megabytes / seconds:.1f} MB/s): "
+        f"({meta['dtype']}), {unknown:.2%} of them unknown, {meta['bad_lines']} bad lines, "
+        f"{meta['empty_documents']:,} empty texts, in {seconds:.1f} s ({megabytes / seconds:.1f} MB/s): "
         f"{args.output}.bin, .idx, .json"
     )
 

@@ -6,9 +6,9 @@ import os
 import numpy as np
 import pytest
 
-from lm_experiments_tools.data.tokens.indexed import IndexedDatasetWriter
 from run_t5_pretraining import main
 from tests.distributed.launch import ROOT
+from tests.helpers.token_toys import write_tokens
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
 GOLDEN = [6.6435, 6.2792, 5.8054, 5.8117]
@@ -19,11 +19,8 @@ def data(tmp_path_factory):
     """20,000 tokens of a Zipf-like source, and a vocabulary file for the special ids."""
     folder = tmp_path_factory.mktemp("golden")
     numbered_words_vocabulary(folder, 100)
-    writer = IndexedDatasetWriter(str(folder / "tokens"), np.uint16)
     ranks = np.random.default_rng(0).zipf(1.3, 20_000)
-    writer.add_sequence((3 + ranks[ranks < 90] % 90).astype(np.uint16))
-    writer.end_document()
-    writer.finalize()
+    write_tokens(folder / "tokens", [[3 + ranks[ranks < 90] % 90]])
     config = {
         "base": str(ROOT / "models_configs" / "t5_configs" / "t5-small.json"), "vocab_size": 512, "d_model": 32,
         "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,

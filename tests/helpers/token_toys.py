@@ -40,13 +40,17 @@ def write_tokens(
     meta: dict[str, Any] | None = None,
 ) -> str:
     """Write a token file of documents, each a list of sequences; returns the prefix."""
+    documents = [[np.asarray(sequence, np.int64) for sequence in document] for document in documents]
+    sequences = [sequence for document in documents for sequence in document]
     with IndexedDatasetWriter(prefix, dtype) as writer:
-        for document in documents:
-            for sequence in document:
-                writer.add_sequence(sequence)
-            writer.end_document()
+        ids = np.concatenate([np.empty(0, np.int64), *sequences])
+        writer.add_documents(ids, lengths_of(sequences), lengths_of(documents))
         writer.finalize(meta)
     return os.fspath(prefix)
+
+
+def lengths_of(items: Sequence[Sequence[Any]]) -> np.ndarray:
+    return np.fromiter(map(len, items), np.int64)
 
 
 def token_data(

@@ -17,7 +17,7 @@ import tensorflow as tf
 from t5.data import preprocessors as t5
 
 from lm_experiments_tools.data.seqio.tasks import TaskExamples, step_name
-from lm_experiments_tools.data.seqio.worker import PADDING, Job
+from lm_experiments_tools.data.seqio.worker import Job
 from lm_experiments_tools.errors import UserError
 
 ROWS, NUMBER, SEED = 8, 480, 11
@@ -131,7 +131,7 @@ def glue_tasks(folder, said):
 
 
 def main(folder):
-    made, said = {}, {"padding": PADDING, "mixing_rates": mixing_rates()}
+    made, said = {}, {"mixing_rates": mixing_rates()}
     glue_tasks(folder, said)
     for name, lengths in LENGTHS.items():
         made[f"theirs_{name}"] = theirs(plain_task(folder, name), lengths)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import megatron.bert_dataset
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.bert_dataset import BertDataset, truncated_lengths
 from megatron.masking import take_ngrams
 from megatron.sample_mapping import MappingSettings, build_mapping
+from tests.helpers.token_toys import token_data
 
 FOLDERS = importlib.util.find_spec("megatron").submodule_search_locations
 HELPERS = [path for folder in FOLDERS for path in Path(folder).glob("core/datasets/helpers_cpp*.so")]
@@ -130,16 +130,14 @@ print("RESULT " + json.dumps(samples))
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory):
     rng = np.random.default_rng(1)
-    prefix = tmp_path_factory.mktemp("data") / "data"
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for _ in range(120):
-            for length in rng.integers(2, 50, rng.integers(2, 15)):
-                writer.add_sequence(rng.integers(5, VOCAB, length))
-            writer.end_document()
+    documents = [
+        [rng.integers(5, VOCAB, length) for length in rng.integers(2, 50, rng.integers(2, 15))] for _ in range(120)
+    ]
+    tokens = token_data(tmp_path_factory.mktemp("data") / "data", documents)
     starts_word = rng.random(VOCAB) < 0.8
     tokenizer = SimpleNamespace(size=VOCAB, unk_id=-1, starts_word=starts_word, fingerprint="toy", path="toy")
     vars(tokenizer).update(cls_id=CLS, sep_id=SEP, mask_id=MASK, pad_id=PAD, special_ids=[PAD, CLS, SEP, MASK])
-    return BertDataset(IndexedDataset(prefix), tokenizer, max_seq_length=LENGTH)
+    return BertDataset(tokens, tokenizer, max_seq_length=LENGTH)
 
 
 @pytest.fixture(scope="module")

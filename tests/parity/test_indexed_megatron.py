@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,9 +15,10 @@ import numpy as np
 import pytest
 
 from lm_experiments_tools.config.cli import parse
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from megatron.preprocess_data import PreprocessArgs, preprocess
 from tests.helpers import ROOT
+from tests.helpers.token_toys import write_tokens
 
 pytestmark = pytest.mark.slow
 
@@ -69,11 +71,8 @@ def sentence_files(folder: Path) -> Path:
 
 def random_files(prefix: Path, dtype, sizes) -> Path:
     rng = np.random.default_rng(0)
-    with IndexedDatasetWriter(prefix, dtype) as writer:
-        for num_sequences in sizes:
-            for _ in range(num_sequences):
-                writer.add_sequence(rng.integers(0, np.iinfo(dtype).max, rng.integers(1, 40), endpoint=True))
-            writer.end_document()
+    draw = partial(rng.integers, 0, np.iinfo(dtype).max, endpoint=True)
+    write_tokens(prefix, [[draw(rng.integers(1, 40)) for _ in range(size)] for size in sizes], dtype)
     return prefix
 
 

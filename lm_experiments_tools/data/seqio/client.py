@@ -17,7 +17,7 @@ import numpy as np
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.data.dataset import SampleDataset
 from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
-from lm_experiments_tools.data.seqio.worker import PADDING, Job, prepare
+from lm_experiments_tools.data.seqio.worker import Job, prepare
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.workers import Worker, WorkerEnded, available_cores
 from lm_experiments_tools.errors import RunError, UserError
@@ -104,7 +104,6 @@ class SeqioWorker:
             raise RunError(f"the seqio worker {end}; {self.log_file} says why") from end
 
     def close(self) -> None:
-        self.worker.kill()
         self.worker.close()
 
 
@@ -112,17 +111,17 @@ def to_batch(rows: np.ndarray, inputs_length: int, pad_id: int) -> dict[str, np.
     """Convert examples that the seqio worker has made to a batch of the model.
 
     Args:
-        rows: int32[n, inputs_length + targets_length], inputs and targets of n examples, padded with `PADDING`.
-        pad_id: id that fills up `input_ids`; labels are filled up with -100.
+        rows: int32[n, inputs_length + targets_length], inputs and targets of n examples, padded with -100 because 0
+            may be a real id.
+        pad_id: id that replaces the padding of `input_ids`.
 
     Returns:
         `input_ids` and `attention_mask` int64[n, inputs_length], `labels` int64[n, targets_length].
     """
     inputs = rows[:, :inputs_length].astype(np.int64)
-    mask = inputs != PADDING
+    mask = inputs != IGNORED_LABEL
     inputs[~mask] = pad_id
     labels = rows[:, inputs_length:].astype(np.int64)
-    labels[labels == PADDING] = IGNORED_LABEL
     return {"input_ids": inputs, "attention_mask": mask.astype(np.int64), "labels": labels}
 
 

@@ -15,16 +15,19 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import seqio
 import tensorflow as tf
 
-from lm_experiments_tools.data.seqio.worker import PADDING, Job
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.files import json_sha256
+from lm_experiments_tools.labels import IGNORED_LABEL
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.data.seqio.worker import Job
 
 logger = logging.getLogger(__name__)
 
@@ -54,15 +57,12 @@ class TaskExamples:
         tf.config.experimental.enable_op_determinism()  # the user's functions may draw without a seed
         tf.random.set_seed(job.seed)
         self.task = registered_task(job.task)
+        self.title = f"seqio {type(self.task).__name__} {self.task.name}"
         self._subtasks = seqio.get_subtasks(self.task)
         with self._user_errors():
             self._check_vocabulary()
             self._check_splits()
             self._check_first_example()
-
-    @property
-    def title(self) -> str:
-        return f"seqio {type(self.task).__name__} {self.task.name}"
 
     def batches(self, start: int, rows: int) -> Iterator[np.ndarray]:
         """Yield endless training batches, for all training processes together.
@@ -136,14 +136,12 @@ class TaskExamples:
         options = tf.data.Options()
         options.deterministic = True
         options.threading.private_threadpool_size = self.job.threads
-        dataset = dataset.padded_batch(rows, padded_shapes=lengths, padding_values=PADDING)
+        dataset = dataset.padded_batch(rows, padded_shapes=lengths, padding_values=IGNORED_LABEL)
         for batch in dataset.prefetch(_AHEAD).with_options(options).as_numpy_iterator():
-            yield self._checked(np.concatenate([batch[name] for name in FEATURES], axis=1))
-
-    def _checked(self, batch: np.ndarray) -> np.ndarray:
-        if batch.max(initial=0) >= self.vocabulary.size:
-            raise UserError(f"--task {self.job.task} gave token id {batch.max()}, which --vocab does not have")
-        return batch
+            ids = np.concatenate([batch[name] for name in FEATURES], axis=1)
+            if ids.max(initial=0) >= self.vocabulary.size:
+                raise UserError(f"--task {self.job.task} gave token id {ids.max()}, which --vocab does not have")
+            yield ids
 
     # ---- checks
     @contextmanager
@@ -156,7 +154,9 @@ class TaskExamples:
         except (ValueError, TypeError, AssertionError, OSError, tf.errors.OpError) as error:
             prepared = [t.source.tfds_dataset for t in self._subtasks if isinstance(t.source, seqio.TfdsDataSource)]
             hint = "".join(f"; {d.name} must lie prepared in {d.data_dir or 'TFDS_DATA_DIR'}" for d in prepared)
-            raise UserError(f"--task {self.job.task} gives no examples: {one_line(error)}{hint}") from error
+            raise UserError(
+                f"--task {self.job.task} gives no examples: {type(error).__name__}: {first_line(error)}{hint}"
+            ) from error
 
     def _check_vocabulary(self) -> None:
         for name in FEATURES:
@@ -167,11 +167,6 @@ class TaskExamples:
             if path is not None and os.path.isfile(path):
                 if Tokenizer.load(path, theirs.extra_ids).fingerprint != self.vocabulary.fingerprint:
                     raise UserError(f"--task {self.job.task} has the vocabulary {path}: give it as --vocab")
-            if theirs.vocab_size > self.vocabulary.size:
-                raise UserError(
-                    f"--task {self.job.task} has {theirs.vocab_size} ids, --vocab {self.job.vocab_path} only "
-                    f"{self.vocabulary.size}: give the --vocab of the task"
-                )
 
     def _check_splits(self) -> None:
         for split in ("train", "validation") if self.job.validation else ("train",):
@@ -205,10 +200,8 @@ def registered_task(name: str) -> seqio.Task | seqio.Mixture:
         importlib.import_module(module)
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         where = traceback.extract_tb(error.__traceback__)[-1]
-        raise UserError(
-            f"--task {name}: importing the module {module} fails with {one_line(error)} ({where.filename} line "
-            f"{where.lineno})"
-        ) from error
+        cause = f"{type(error).__name__}: {first_line(error)} ({where.filename} line {where.lineno})"
+        raise UserError(f"--task {name}: importing the module {module} fails with {cause}") from error
     known = [*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()]
     if task_name not in known:
         shown = ", ".join(sorted(known)[:20]) or "none at all"
@@ -229,14 +222,6 @@ def _accept_seed(source: seqio.FunctionDataSource) -> None:
             return function(split, shuffle_files)
 
         source._dataset_fn = with_seed
-
-
-def one_line(error: BaseException) -> str:
-    """Return the type of an exception and the first line of its message."""
-    first = next((line for line in str(error).splitlines() if line.strip()), "no message").strip()
-    if first.startswith("{{") and "}}" in first:  # TensorFlow's name of a node
-        first = first.partition("}}")[2].strip() or first
-    return f"{type(error).__name__}: {first}"
 
 
 def step_name(step: Any) -> list[str]:

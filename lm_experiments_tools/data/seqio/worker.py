@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 
-PADDING = -100  # in the rows that are sent: no token id, so that a real id 0 is not mistaken for it
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -45,7 +43,7 @@ class Server:
     | request | answer |
     |---|---|
     | "task" | fingerprint and title of the task |
-    | "validation" | all validation examples, int32[n, inputs_length + targets_length], padded with `PADDING` |
+    | "validation" | all validation examples, int32[n, inputs_length + targets_length], padded with -100 |
     | start, rows, rank, world_size | the rows of this rank in the batch of `rows` examples that begins at `start` |
     """
 

@@ -17,8 +17,6 @@ V. If W divides V, no two ranks read the same document. Two ranks and four strea
 Each stream has its own epochs. The last example of a chunk is short and padded. The file `stream-00003.jsonl` records
 the number of examples and the end position of each chunk of stream 3, so that a resumed run does not read the text
 again. Without this file the stream is read from its beginning and gives the same examples.
-`datasets.IterableDataset` is not used because its order depends on the number of workers and its state does not
-restore the shuffle buffer (benchmarks/log.md).
 """
 
 from __future__ import annotations
@@ -47,6 +45,7 @@ from lm_experiments_tools.data.streaming.text import (
     ChunkMaker,
     ChunkRequest,
     ChunkSettings,
+    Position,
     StreamPlan,
     rejected_path,
 )
@@ -74,14 +73,19 @@ _SECONDS_TO_STOP = 10.0
 
 
 class Stream:
-    """The training examples of one stream of documents: endless, with access by number."""
+    """The training examples of one stream of documents: endless, with access by number.
+
+    Attributes:
+        records: a line of the index for each chunk that was made, in this run or before.
+        chunks: chunks in memory, or being made, by number.
+    """
 
     def __init__(self, number: int, folder: Path, worker: Worker, build: Callable[[ChunkRequest, Chunk], Dataset]):
         self.number, self._worker, self._build = number, worker, build
         self._index = folder / f"stream-{number:05d}.jsonl"
-        self._records: list[dict[str, Any]] = []
+        self.records: list[dict[str, Any]] = []
         self._begins = [0]  # first example of each chunk and of the next one
-        self.chunks: dict[int, futures.Future[Dataset]] = {}  # in memory, or being made
+        self.chunks: dict[int, futures.Future[Dataset]] = {}
         for record in self._read_index():
             self._append(record)
 
@@ -97,18 +101,13 @@ class Stream:
         return [found[number] for number in takewhile(found.__contains__, count())]
 
     def _append(self, record: dict[str, Any]) -> None:
-        self._records.append(record)
+        self.records.append(record)
         self._begins.append(self._begins[-1] + record["num_samples"])
 
     @property
-    def is_known(self) -> bool:
-        """True if a chunk was made, in this run or before."""
-        return bool(self._records)
-
-    @property
-    def rejected(self) -> int:
+    def num_rejected(self) -> int:
         """Number of records that could not be used so far. Each counts once."""
-        return self._records[-1]["end"]["rejected"] if self._records else 0
+        return self.records[-1]["end"]["rejected"] if self.records else 0
 
     def start(self, samples: np.ndarray) -> None:
         """Begin to tokenize the chunks of the samples int64[n] of this stream, and drop all chunks before them."""
@@ -120,10 +119,10 @@ class Stream:
     def read(self, samples: np.ndarray) -> Iterator[tuple[np.ndarray, Dataset, np.ndarray]]:
         """Wait for the chunks of samples; for each, yield indices into `samples`, and its dataset with its samples."""
         while samples.max() >= self._begins[-1]:
-            self._wait(len(self._records))
+            self._wait(len(self.records))
             # A replay of a text whose records are lost keeps no chunk that it only passes.
             if self._begins[-1] <= samples.min():
-                del self.chunks[len(self._records) - 1]
+                del self.chunks[len(self.records) - 1]
         chunks = np.searchsorted(self._begins, samples, side="right") - 1
         self._chunk(int(chunks.max()) + 1)  # ahead of the steps that need it
         for number in np.unique(chunks).tolist():
@@ -139,8 +138,8 @@ class Stream:
     def _chunk(self, number: int) -> futures.Future[Dataset]:
         """A chunk, made in the background. It is at most the first one that has no record."""
         if number not in self.chunks:
-            begin = self._records[number - 1]["end"] if number else {}
-            request = ChunkRequest(self.number, number, begin, again=number < len(self._records))
+            begin = Position(**self.records[number - 1]["end"]) if number else Position()
+            request = ChunkRequest(self.number, number, begin, again=number < len(self.records))
             self.chunks[number] = in_background(self._make, request)
         return self.chunks[number]
 
@@ -152,11 +151,11 @@ class Stream:
             raise OSError(f"the process that tokenizes {end} at {where}") from None
         dataset = self._build(request, chunk)
         record = {"chunk": request.number, "num_samples": len(dataset), "num_tokens": len(chunk.tokens)}
-        record["end"] = chunk.end
-        if request.number == len(self._records):
+        record["end"] = chunk.end._asdict()
+        if request.number == len(self.records):
             _append_line(self._index, json.dumps(record))
             self._append(record)
-        elif record != self._records[request.number]:
+        elif record != self.records[request.number]:
             raise UserError(
                 f"chunk {request.number} of stream {self.number} differs from before: the text has changed since; "
                 f"restore it, or remove {self._index.parent} and start a new --model_path"
@@ -215,17 +214,13 @@ class StreamedDataset(SampleDataset):
             batch = joined(parts, len(samples), "examples of --task")
         except OSError as error:
             raise RunError(f"the streamed text stopped: {os_sentence(error)}") from error
-        self._check_rejected()
-        return batch
-
-    def _check_rejected(self) -> None:
-        limit = self.settings.max_bad_lines
-        rejected = sum(stream.rejected for stream in self.streams.values())
-        if rejected > limit:
+        rejected = sum(stream.num_rejected for stream in self.streams.values())
+        if rejected > (limit := self.settings.max_bad_lines):
             raise UserError(
                 f"more than {limit} bad lines: {rejected} so far, listed in {rejected_path(self.settings.folder)}: "
                 "fix them, name another key by --text_key, or allow more with --max_bad_lines"
             )
+        return batch
 
     def close(self) -> None:
         for worker in self.workers:
@@ -246,7 +241,9 @@ def streaming_data(
 
     Raises UserError: an input is missing, unreadable or empty, or the objective refuses the settings.
     """
-    plan, fingerprint = on_all(backend, lambda: _plan(args, vocabulary))
+    objective = build_objective(args, vocabulary, model_kind)
+    dataset = on_all(backend, lambda: _open(args, backend, vocabulary, objective))
+    plan = dataset.settings.plan
     if backend.is_main and plan.num_streams % backend.world_size:
         logger.warning(
             "the text can be divided into %d streams of equal size, which %d workers do not divide, so several read "
@@ -254,8 +251,6 @@ def streaming_data(
             plan.num_streams,
             backend.world_size,
         )
-    objective = build_objective(args, vocabulary, model_kind)
-    dataset = on_all(backend, lambda: _open(args, vocabulary, objective, backend, plan, fingerprint))
     loader = TrainLoader(dataset, args.rows_on_worker(backend.world_size), backend.rank, backend.world_size)
     described = f"{len(plan.shards)} shards in {plan.num_streams} streams"
     return loader, f"{objective.describe()}; from a stream: {', '.join(args.data_path)}, {described}"
@@ -267,12 +262,40 @@ def streams_of(rank: int, world_size: int, num_streams: int) -> range:
     return range(rank % step, num_streams, step)
 
 
-def _plan(args: T5PretrainingArgs, vocabulary: Tokenizer) -> tuple[StreamPlan, str]:
-    """The text in streams, and the fingerprint of data, objective and seed."""
+def _open(args: T5PretrainingArgs, backend: Backend, vocabulary: Tokenizer, objective: Objective) -> StreamedDataset:
+    """Start the workers and wait for the first examples, to find most errors here."""
     for path in args.data_path:
         if token_prefix(path) is not None:
             raise UserError(f"--data_path {path} is tokenized already: leave out --streaming, which tokenizes text")
     plan = StreamPlan.make(args.data_path, args.streams, args.seed, args.document_per_line)
+    numbers = streams_of(backend.rank, backend.world_size, plan.num_streams)
+
+    def build(request: ChunkRequest, chunk: Chunk) -> Dataset:
+        if (request.number, request.stream) == (0, numbers[0]):  # the other streams are of the same text
+            num_unknown = np.count_nonzero(chunk.tokens == vocabulary.unk_id)
+            warn_of_unknown(num_unknown, len(chunk.tokens), "the text")
+        seed = stream_key(args.seed, f"stream {request.stream}, chunk {request.number}")
+        return Dataset(TokenRows(TokensInMemory(chunk.tokens), objective, seed))
+
+    fingerprint = _fingerprint(args, vocabulary, plan)
+    folder = (CACHE / fingerprint[:16]).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    encoder = TextEncoder(vocabulary, args.text_key, args.ends_documents())
+    settings = ChunkSettings(plan, str(folder), encoder, args.max_bad_lines)
+    num_workers = min(args.data_n_workers or min(_WORKERS, available_cores()), len(numbers))
+    workers = [Worker(ChunkMaker, settings) for _ in range(num_workers)]
+    dataset = StreamedDataset(workers, settings, build, fingerprint)
+    if unread := [number for number in numbers if not dataset.stream(number).records]:
+        try:
+            dataset.batch(np.array(unread))
+        except (UserError, RunError):
+            dataset.close()
+            raise
+    return dataset
+
+
+def _fingerprint(args: T5PretrainingArgs, vocabulary: Tokenizer, plan: StreamPlan) -> str:
+    """The fingerprint of data, objective and seed."""
     parts = {
         "version": _VERSION,
         "text": content_of(plan.shards),
@@ -284,39 +307,4 @@ def _plan(args: T5PretrainingArgs, vocabulary: Tokenizer) -> tuple[StreamPlan, s
         "streams": plan.num_streams,
         "seed": args.seed,
     }
-    return plan, json_sha256(parts)
-
-
-def _open(
-    args: T5PretrainingArgs,
-    vocabulary: Tokenizer,
-    objective: Objective,
-    backend: Backend,
-    plan: StreamPlan,
-    fingerprint: str,
-) -> StreamedDataset:
-    """Start the workers and wait for the first examples, to find most errors here."""
-
-    numbers = streams_of(backend.rank, backend.world_size, plan.num_streams)
-
-    def build(request: ChunkRequest, chunk: Chunk) -> Dataset:
-        if (request.number, request.stream) == (0, numbers[0]):  # the other streams are of the same text
-            num_unknown = np.count_nonzero(chunk.tokens == vocabulary.unk_id)
-            warn_of_unknown(num_unknown, len(chunk.tokens), "the text")
-        seed = stream_key(args.seed, f"stream {request.stream}, chunk {request.number}")
-        return Dataset(TokenRows(TokensInMemory(chunk.tokens), objective, seed))
-
-    folder = (CACHE / fingerprint[:16]).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    encoder = TextEncoder(vocabulary, args.text_key, args.ends_documents())
-    settings = ChunkSettings(plan, str(folder), encoder, args.max_bad_lines)
-    num_workers = min(args.data_n_workers or min(_WORKERS, available_cores()), len(numbers))
-    workers = [Worker(ChunkMaker, settings) for _ in range(num_workers)]
-    dataset = StreamedDataset(workers, settings, build, fingerprint)
-    if unread := [number for number in numbers if not dataset.stream(number).is_known]:
-        try:
-            dataset.batch(np.array(unread))
-        except (UserError, RunError):
-            dataset.close()
-            raise
-    return dataset
+    return json_sha256(parts)

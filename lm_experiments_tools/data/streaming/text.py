@@ -17,10 +17,10 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from lm_experiments_tools.data.text.records import (
     utf8_length,
 )
 from lm_experiments_tools.data.text.sources import Shard, plan_shards
+from lm_experiments_tools.data.tokens.indexed import token_dtype
 from lm_experiments_tools.data.tokens.tokenize import TextEncoder, batches
 
 logger = logging.getLogger(__name__)
@@ -49,8 +50,7 @@ FIRST_CHUNK, LARGEST_CHUNK = 1 << 15, 1 << 20
 _BATCH_BYTES = 1 << 16  # text per call into the vocabulary: small, so that the first chunk is ready soon
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """A position in a stream, from which a resumed run reads on.
 
     Attributes:
@@ -118,49 +118,57 @@ def _assign(plan: StreamPlan, epoch: int) -> list[list[int]]:
     return [sorted(numbers, key=ranks.__getitem__) for numbers in streams]
 
 
-class StreamText:
-    """The documents of one stream, as an endless iterator.
+@dataclass(frozen=True)
+class ChunkSettings:
+    """Settings of a worker process.
 
     Attributes:
+        folder: folder for the list of unusable records.
+    """
+
+    plan: StreamPlan
+    folder: str
+    encoder: TextEncoder
+    max_bad_lines: int
+
+
+class StreamText:
+    """The text of one stream from a position on.
+
+    Attributes:
+        documents: endless iterator.
+        position: position after the last document of the iterator.
         rejected: unusable records met in epoch 0.
     """
 
-    def __init__(
-        self,
-        plan: StreamPlan,
-        stream: int,
-        position: Position,
-        text_key: str,
-        max_bad_lines: int,
-        listed_in: str | os.PathLike = "",
-    ):
-        self.plan, self.stream, self.position = plan, stream, position
+    def __init__(self, settings: ChunkSettings, stream: int, position: Position):
+        self.position = position
         self.rejected: list[Rejected] = []
-        self._text_key, self._counts = text_key, RejectedRecords(max_bad_lines)
-        self._counts.path = Path(listed_in)
-        self._counts.count = position.rejected
+        self._key, self._counts = settings.encoder.key, RejectedRecords(settings.max_bad_lines)
+        self._counts.path, self._counts.count = rejected_path(settings.folder), position.rejected
+        self.documents = self._read(settings.plan, stream)
 
-    def __iter__(self) -> Iterator[Record]:
+    def _read(self, plan: StreamPlan, stream: int) -> Iterator[Record]:
         num_without = 0  # shards in a row
         while True:
-            shards = self.plan.shards_of(self.stream, self.position.epoch)
+            shards = plan.shards_of(stream, self.position.epoch)
             while self.position.shard < len(shards):
                 num_without += 1
-                for document in self._documents(shards[self.position.shard]):
+                for document in self._read_shard(shards[self.position.shard]):
                     num_without = 0
                     yield document
-                if num_without > len(self.plan.shards):
-                    raise no_documents(list(dict.fromkeys(shard.path for shard in self.plan.shards)), self._counts)
-                self.position = replace(self.position, shard=self.position.shard + 1, items=0)
-            self.position = replace(self.position, epoch=self.position.epoch + 1, shard=0)
+                if num_without > len(plan.shards):
+                    raise no_documents(list(dict.fromkeys(shard.path for shard in plan.shards)), self._counts)
+                self.position = self.position._replace(shard=self.position.shard + 1, items=0)
+            self.position = self.position._replace(epoch=self.position.epoch + 1, shard=0)
 
-    def _documents(self, shard: Shard) -> Iterator[Record]:
+    def _read_shard(self, shard: Shard) -> Iterator[Record]:
         """The rest of a shard, reopened where a connection breaks; the position is after the yielded document."""
         waits = iter(_WAITS)
         while True:
             before = self.position.items
             try:
-                for item in read_shard(shard, self._text_key, skip=before):
+                for item in read_shard(shard, self._key, skip=before):
                     self._advance(shard, item)
                     if isinstance(item, Record):
                         yield item
@@ -189,41 +197,25 @@ class StreamText:
 # ---- the worker process ----
 
 
-@dataclass(frozen=True)
-class ChunkRequest:
+class ChunkRequest(NamedTuple):
     """Request to tokenize the next documents of a stream, which together form a chunk.
 
     Attributes:
-        begin: position where the chunk starts, a `Position` as JSON.
+        begin: position where the chunk starts.
         again: True if the chunk was made before, so that its rejected records are listed already.
     """
 
     stream: int
     number: int
-    begin: dict[str, Any]
+    begin: Position
     again: bool
 
 
-@dataclass(frozen=True)
-class ChunkSettings:
-    """Settings of a worker process.
-
-    Attributes:
-        folder: folder for the list of unusable records.
-    """
-
-    plan: StreamPlan
-    folder: str
-    encoder: TextEncoder
-    max_bad_lines: int
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Token ids of consecutive whole documents, and the position after them, a `Position` as JSON."""
+class Chunk(NamedTuple):
+    """Token ids of consecutive whole documents, and the position after them."""
 
     tokens: np.ndarray
-    end: dict[str, Any]
+    end: Position
 
 
 class ChunkMaker:
@@ -231,17 +223,20 @@ class ChunkMaker:
 
     def __init__(self, settings: ChunkSettings):
         self.settings = settings
-        self._open: dict[int, tuple[StreamText, Iterator[Record]]] = {}
+        self._open: dict[int, StreamText] = {}
 
     def __call__(self, request: ChunkRequest) -> Chunk:
         """Tokenize a chunk: at least 32,768 tokens, doubled from chunk to chunk up to a million."""
-        encoder, least = self.settings.encoder, min(FIRST_CHUNK << min(request.number, 30), LARGEST_CHUNK)
-        text, documents = self._text_at(request)
+        encoder, dtype = self.settings.encoder, token_dtype(self.settings.encoder.vocabulary.size)
+        least = min(FIRST_CHUNK << min(request.number, 30), LARGEST_CHUNK)
+        text = self._open.pop(request.stream, None)
+        if text is None or text.position != request.begin:
+            text = StreamText(self.settings, request.stream, request.begin)
         parts, size = [], 0
         try:
-            for batch in batches(documents, lambda document: utf8_length(document.value), _BATCH_BYTES):
+            for batch in batches(text.documents, lambda document: utf8_length(document.value), _BATCH_BYTES):
                 ids = encoder.encode([part for document in batch for part in encoder.parts(document)]).ids
-                parts.append(ids.astype(encoder.dtype))
+                parts.append(ids.astype(dtype))
                 size += len(ids)
                 if size >= least:
                     break
@@ -250,20 +245,9 @@ class ChunkMaker:
                 with open(rejected_path(self.settings.folder), "a", encoding="utf-8") as file:
                     file.writelines(f"{record.to_json()}\n" for record in text.rejected)
             text.rejected.clear()
-        chunk = Chunk(np.concatenate(parts), asdict(text.position))
         # Not after an error, which the iterator does not survive.
-        self._open[request.stream] = text, documents
-        return chunk
-
-    def _text_at(self, request: ChunkRequest) -> tuple[StreamText, Iterator[Record]]:
-        settings, begin = self.settings, Position(**request.begin)
-        text, documents = self._open.pop(request.stream, (None, None))
-        if text is None or text.position != begin:
-            listed_in = rejected_path(settings.folder)
-            key, limit = settings.encoder.key, settings.max_bad_lines
-            text = StreamText(settings.plan, request.stream, begin, key, limit, listed_in)
-            documents = iter(text)
-        return text, documents
+        self._open[request.stream] = text
+        return Chunk(np.concatenate(parts), text.position)
 
 
 def rejected_path(folder: str | os.PathLike) -> Path:

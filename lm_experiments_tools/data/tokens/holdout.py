@@ -15,8 +15,8 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import json_sha256, locked
 
 # Counts of the whole file, which its parts do not have.
-_OF_THE_WHOLE = ("num_bytes", "num_sentences", "bad_lines", "empty_documents")
-_DOCUMENTS = 1 << 12  # divided at a time
+_OF_THE_WHOLE = ("num_bytes", "bad_lines", "empty_documents")
+_ADVICE = "Change it, name --valid_data_path, or give --document_per_line if each line of a .txt file is a document."
 
 
 def hold_out(
@@ -43,11 +43,6 @@ def hold_out(
 
 
 def _write(datasets: Sequence[IndexedDataset], fraction: float, prefixes: Sequence[str], held_out: str) -> None:
-    if (count := sum(dataset.num_documents for dataset in datasets)) == 1:
-        raise UserError(
-            f"--valid_fraction divides documents, and {datasets[0].prefix} is one: give --document_per_line if each "
-            "line of a .txt file is a document, or name --valid_data_path."
-        )
     with ExitStack() as writers:
         widest = max((dataset.dtype for dataset in datasets), key=lambda dtype: dtype.itemsize)
         valid = writers.enter_context(IndexedDatasetWriter(held_out, widest))
@@ -56,41 +51,29 @@ def _write(datasets: Sequence[IndexedDataset], fraction: float, prefixes: Sequen
             for dataset, prefix in zip(datasets, prefixes, strict=True)
         ]
         for dataset, train in zip(datasets, trains, strict=True):
-            for first in range(0, dataset.num_documents, _DOCUMENTS):
-                _divide(dataset, dataset.document_indices[first : first + _DOCUMENTS + 1], fraction, train, valid)
+            for block in dataset.blocks():
+                _divide(block, fraction, train, valid)
             if not train.num_tokens:
-                raise UserError(f"--valid_fraction {fraction} leaves no document of {dataset.prefix} to train on.")
+                raise UserError(f"--valid_fraction {fraction} leaves none of {dataset.prefix} to train on. {_ADVICE}")
         if not valid.num_tokens:
-            raise UserError(
-                f"--valid_fraction {fraction} holds out none of the {count} documents: raise it, or name "
-                "--valid_data_path."
-            )
+            count = sum(dataset.num_documents for dataset in datasets)
+            raise UserError(f"--valid_fraction {fraction} holds out none of the {count} documents. {_ADVICE}")
         # Files exist once they are finalized, so a refusal leaves none.
         for dataset, writer in zip((*datasets, datasets[0]), (*trains, valid), strict=True):
-            _finalize(writer, dataset)
+            meta = {name: value for name, value in dataset.meta.items() if name not in _OF_THE_WHOLE}
+            writer.finalize(meta or None)
 
 
 def _divide(
-    dataset: IndexedDataset,
-    bounds: np.ndarray,
-    fraction: float,
-    train: IndexedDatasetWriter,
-    valid: IndexedDatasetWriter,
+    block: tuple[np.ndarray, ...], fraction: float, train: IndexedDatasetWriter, valid: IndexedDatasetWriter
 ) -> None:
-    """Write some documents, from bounds[i] to bounds[i + 1] in sequences, to one of two files each."""
-    starts, num_sequences = dataset.offsets(bounds), np.diff(bounds)
-    ids, lengths = dataset.tokens[starts[0] : starts[-1]], dataset.sequence_lengths[bounds[0] : bounds[-1]]
-    documents = np.split(ids.astype("<i8"), starts[1:-1] - starts[0])
+    """Write each document of a block (see `IndexedDataset.blocks`) to one of two files."""
+    ids, lengths, num_sequences = block
+    ends = np.insert(np.cumsum(lengths), 0, 0)[np.cumsum(num_sequences)]
+    documents = np.split(ids.astype("<i8"), ends[:-1])
     digests = (hashlib.blake2b(document.tobytes(), digest_size=8).digest() for document in documents)
     is_held_out = np.array([int.from_bytes(digest, "big") < fraction * 2**64 for digest in digests])
     for writer, chosen in ((train, ~is_held_out), (valid, is_held_out)):
-        of_tokens, of_sequences = np.repeat(chosen, np.diff(starts)), np.repeat(chosen, num_sequences)
+        of_tokens = np.repeat(chosen, np.diff(ends, prepend=0))
+        of_sequences = np.repeat(chosen, num_sequences)
         writer.add_documents(ids[of_tokens], lengths[of_sequences], num_sequences[chosen])
-
-
-def _finalize(writer: IndexedDatasetWriter, source: IndexedDataset) -> None:
-    """Write the record of a file whose documents are some of another one's."""
-    meta = {name: value for name, value in source.meta.items() if name not in _OF_THE_WHOLE}
-    counts = {"num_documents": writer.num_documents, "num_tokens": writer.num_tokens}
-    counts |= {"num_sequences": writer.num_sequences} if "num_sequences" in meta else {}
-    writer.finalize({**meta, **counts, "dtype": writer.dtype.name, "bin_sha256": writer.bin_sha256} if meta else None)

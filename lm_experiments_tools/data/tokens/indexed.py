@@ -18,11 +18,11 @@ import mmap
 import os
 import secrets
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -39,15 +39,8 @@ _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 _REMEDY = "copy both again or tokenize again"
 _OWN_BYTES = 6  # of the unique part of a temporary name
 _CHECK_BLOCK = 1 << 20  # index entries checked at a time: bounds the memory of opening a large index
-
+_DOCUMENTS = 1 << 12  # copied at a time
 _PART_OF_MEMORY = 0.8  # the rest is the processes'; see the table in benchmarks/cold_reads.md
-
-_META_TYPES = {  # of what other modules read in PREFIX.json
-    **dict.fromkeys(("num_bytes", "bad_lines", "num_sequences", "empty_documents"), int),
-    **dict.fromkeys(("vocab_file", "vocab_sha256", "bin_sha256", "tokenizer_fingerprint"), str),
-    "shard": dict,
-    "input": list,
-}
 
 
 def dataset_paths(prefix: str | os.PathLike) -> tuple[Path, Path, Path]:
@@ -63,19 +56,9 @@ def dataset_exists(prefix: str | os.PathLike) -> bool:
 
 
 def read_meta(prefix: str | os.PathLike) -> dict[str, Any]:
-    """Return the content of PREFIX.json, which describes a token file, without null values.
-
-    Returns {} if the file does not exist. Raises UserError if it is damaged.
-    """
+    """Return the content of PREFIX.json, which describes a token file; {} without it. UserError if it is damaged."""
     path = dataset_paths(prefix)[2]
-    if not path.is_file():
-        return {}
-    meta = read_json(path)
-    meta = {key: value for key, value in meta.items() if value is not None or key not in _META_TYPES}
-    for key, kind in _META_TYPES.items():
-        if key in meta and not isinstance(meta[key], kind):
-            raise UserError(f"{path} is damaged: {key} is {meta[key]!r}, not a {kind.__name__}; copy it again")
-    return meta
+    return read_json(path) if path.is_file() else {}
 
 
 def token_prefix(path: str | os.PathLike) -> str | None:
@@ -105,130 +88,67 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16) if vocab_size < 65536 else np.dtype(np.int32)
 
 
-def search_sorted(array: np.ndarray, values: np.ndarray, side: Literal["left", "right"] = "left") -> np.ndarray:
-    """Find where values would be inserted into a sorted array, as np.searchsorted does, without a copy of the array.
-
-    np.searchsorted copies unaligned arrays, such as the memory-mapped arrays of an index file.
-    """
-    array, found = np.asarray(array), np.zeros(np.shape(values), np.int64)
-    for bit in reversed(range(len(array).bit_length())):
-        further = found + (1 << bit)
-        passed = array[np.minimum(further, len(array)) - 1]
-        below = passed <= values if side == "right" else passed < values
-        found = np.where(below & (further <= len(array)), further, found)
-    return found
-
-
 class IndexedDatasetWriter:
     """Writer of token files: PREFIX.bin with the ids and PREFIX.idx with the index, which is in memory until the end.
 
     The files appear after `finalize`. As a context manager, the writer finalizes at the end, or deletes its files
-    after an exception.
-
-    Args:
-        prefix: PREFIX.
-        dtype: dtype of the ids.
-        durable: False to skip fsync.
-
-    Attributes:
-        num_sequences, num_documents, num_tokens: numbers written so far. A document has one or more sequences, such as
-            sentences.
+    after an exception. `durable=False` skips fsync.
     """
 
     def __init__(self, prefix: str | os.PathLike, dtype: Any, *, durable: bool = True):
         self.dtype = np.dtype(dtype)
-        if self.dtype not in _CODES or self.dtype.kind not in "iu":
-            raise ValueError(f"tokens cannot be stored as {self.dtype}; use uint16 or int32")
         self.bin_path, self.idx_path, self.meta_path = paths = dataset_paths(prefix)
         self.bin_path.parent.mkdir(parents=True, exist_ok=True)
         unique = secrets.token_hex(_OWN_BYTES)  # process numbers repeat on a disk that machines share
         self._temporary = {path: path.with_name(f"{path.name}.tmp{unique}") for path in paths}
         self._bin = open(self._temporary[self.bin_path], "wb")
-        self._lengths: list[np.ndarray] = []
-        self._document_indices: list[np.ndarray] = [np.zeros(1, np.int64)]
+        self._lengths = [np.empty(0, "<i4")]
+        self._document_sizes = [np.empty(0, "<i8")]
         self._digest = hashlib.sha256()
         self._durable = durable
         self.num_sequences = self.num_documents = self.num_tokens = 0
 
-    @property
-    def bin_sha256(self) -> str:
-        """sha256 of the ids written to the .bin file so far."""
-        return self._digest.hexdigest()
-
-    def _write_tokens(self, content: bytes) -> None:
-        with naming(self.bin_path):
-            self._bin.write(content)
-        self._digest.update(content)
-
-    def add_sequence(self, ids: Iterable[int]) -> None:
-        """Append one sequence to the current document. Raises ValueError if an id does not fit the dtype."""
-        ids = np.asarray(ids if hasattr(ids, "__len__") else list(ids))
-        self._add_tokens(ids)
-        self._add_lengths(np.array([ids.size]))
-
-    def _add_lengths(self, lengths: np.ndarray) -> None:
-        self._lengths.append(lengths.astype("<i4"))
-        self.num_sequences += len(lengths)
-
-    def _add_documents(self, ends: np.ndarray) -> None:
-        self._document_indices.append(ends.astype("<i8"))
-        self.num_documents += len(ends)
-
-    def _add_tokens(self, ids: np.ndarray) -> None:
-        if ids.size:
-            limits = np.iinfo(self.dtype)
-            if ids.ndim != 1 or ids.dtype.kind not in "iu":
-                raise ValueError(f"a sequence is a flat list of integers, got shape {ids.shape} of {ids.dtype}")
-            if int(ids.min()) < limits.min or int(ids.max()) > limits.max:
-                raise ValueError(f"ids from {ids.min()} to {ids.max()} do not fit {self.dtype}")
-        self._write_tokens(ids.astype(self.dtype.newbyteorder("<")).tobytes())
-        self.num_tokens += ids.size
-
     def add_documents(self, ids: np.ndarray, sequence_lengths: np.ndarray, num_sequences: np.ndarray) -> None:
-        """Append many documents in one call, which is much faster than `add_sequence`.
+        """Append documents: ids and lengths of all their sequences, and the number of sequences of each document.
 
         Raises ValueError: the lengths do not sum to the numbers of ids and sequences, or an id does not fit the dtype.
         """
         if sequence_lengths.sum() != len(ids) or num_sequences.sum() != len(sequence_lengths):
             raise ValueError("lengths do not sum to the number of ids, or sequences to that of documents")
-        ends = self.num_sequences + np.cumsum(num_sequences)
-        self._add_tokens(ids)
-        self._add_lengths(sequence_lengths)
-        self._add_documents(ends)
+        limits = np.iinfo(self.dtype)
+        if len(ids) and (ids.min() < limits.min or ids.max() > limits.max):
+            raise ValueError(f"ids from {ids.min()} to {ids.max()} do not fit {self.dtype}")
+        content = ids.astype(self.dtype.newbyteorder("<")).tobytes()
+        with naming(self.bin_path):
+            self._bin.write(content)
+        self._digest.update(content)
+        self._lengths.append(sequence_lengths.astype("<i4"))
+        self._document_sizes.append(num_sequences.astype("<i8"))
+        self.num_tokens += len(ids)
+        self.num_sequences += len(sequence_lengths)
+        self.num_documents += len(num_sequences)
 
-    def end_document(self) -> None:
-        """End the current document. The next sequence begins another one."""
-        self._add_documents(np.array([self.num_sequences]))
-
-    def add_dataset(self, dataset: "IndexedDataset") -> None:
-        """Append all documents of another token file with the same dtype."""
-        if dataset.dtype != self.dtype:
-            raise ValueError(f"{dataset.prefix} holds {dataset.dtype}, not {self.dtype}")
-        first = self.num_sequences
-        for start in range(0, dataset.num_tokens, _CHECK_BLOCK):
-            self._write_tokens(dataset.tokens[start : start + _CHECK_BLOCK].tobytes())
-        self._add_lengths(dataset.sequence_lengths)
-        self._add_documents(dataset.document_indices[1:] + first)
-        self.num_tokens += dataset.num_tokens
-
-    def finalize(self, meta: dict[str, Any] | None = None) -> None:
+    def finalize(self, meta: dict[str, Any] | None = None) -> dict[str, Any]:
         """Write the index and give all files their final names, so that an index is never next to other tokens.
 
         Args:
-            meta: content of PREFIX.json; None writes no such file.
+            meta: entries of PREFIX.json in addition to those about the tokens; None writes no such file.
+
+        Returns:
+            The content of PREFIX.json.
         """
-        document_indices = np.concatenate(self._document_indices)
-        if document_indices[-1] != self.num_sequences:
-            raise ValueError("the last document is not ended: call end_document() before finalize()")
+        names = ("num_documents", "num_sequences", "num_tokens")
+        content = {**(meta or {}), **{name: getattr(self, name) for name in names}}
+        content |= {"dtype": self.dtype.name, "bin_sha256": self._digest.hexdigest()}
         with naming(self.bin_path):
             self._flush_and_close(self._bin)
         with naming(self.idx_path), open(self._temporary[self.idx_path], "wb") as file:
-            self._write_index(file, document_indices)
+            self._write_index(file)
             self._flush_and_close(file)
         written = [self.bin_path]
         if meta is not None:
             with naming(self.meta_path), open(self._temporary[self.meta_path], "wb") as file:
-                file.write((json.dumps(meta, indent=2, ensure_ascii=False) + "\n").encode())
+                file.write((json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
                 self._flush_and_close(file)
             written.append(self.meta_path)
         # The index goes first and comes back last, so that a kill in between leaves "no dataset", not a wrong one.
@@ -236,6 +156,7 @@ class IndexedDatasetWriter:
         self.meta_path.unlink(missing_ok=True)
         for path in (*written, self.idx_path):
             os.replace(self._temporary[path], path)
+        return content
 
     def _flush_and_close(self, file: Any) -> None:
         file.flush()
@@ -243,13 +164,15 @@ class IndexedDatasetWriter:
             os.fsync(file.fileno())
         file.close()
 
-    def _write_index(self, file: Any, document_indices: np.ndarray) -> None:
-        lengths = np.concatenate([np.empty(0, "<i4"), *self._lengths])
+    def _write_index(self, file: Any) -> None:
+        lengths = np.concatenate(self._lengths)
         pointers = np.zeros(len(lengths), "<i8")
         np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
         pointers *= self.dtype.itemsize
+        document_indices = np.zeros(self.num_documents + 1, "<i8")
+        np.cumsum(np.concatenate(self._document_sizes), out=document_indices[1:])
         file.write(_HEADER.pack(MAGIC, VERSION, _CODES[self.dtype], len(lengths), len(document_indices)))
-        for array in (lengths, pointers, document_indices.astype("<i8")):
+        for array in (lengths, pointers, document_indices):
             file.write(array)
 
     def abort(self) -> None:
@@ -280,10 +203,6 @@ class IndexedDataset:
 
     The whole index is checked on opening.
 
-    Args:
-        prefix: PREFIX.
-        meta: the result of `read_meta`; None reads it.
-
     Attributes:
         tokens: memmap [num_tokens], all sequences in file order.
         sequence_lengths: int32[number of sequences], in tokens.
@@ -296,22 +215,19 @@ class IndexedDataset:
         UserError: a file is missing, cut short or of another format, or its numbers contradict each other.
     """
 
-    def __init__(self, prefix: str | os.PathLike, meta: dict[str, Any] | None = None):
-        self.prefix = os.fspath(prefix)
-        self.bin_path, self.idx_path, self.meta_path = dataset_paths(self.prefix)
-        found = [path for path in (self.idx_path, self.bin_path) if path.is_file()]
-        if not found:
-            raise UserError(f"token file {self.idx_path} does not exist; `lmtools tokenize` makes it from text")
-        if len(found) == 1:
-            missing = self.bin_path if found[0] == self.idx_path else self.idx_path
-            raise UserError(f"token file {missing} is missing next to {found[0]}: copy it too")
+    def __init__(self, prefix: str | os.PathLike):
+        if (found := token_prefix(prefix)) is None:
+            raise UserError(f"token file {prefix}.idx does not exist; `lmtools tokenize` makes it from text")
+        self.prefix = found
+        self.bin_path, self.idx_path, self.meta_path = dataset_paths(found)
         self._read_index()
-        self.num_tokens, self.num_documents = self._size(), len(self.document_indices) - 1
+        self.num_tokens = self.bin_path.stat().st_size // self.dtype.itemsize
+        self.num_documents = len(self.document_indices) - 1
         self._check_index()
         file_dtype = self.dtype.newbyteorder("<")
         # numpy cannot map an empty file
         self.tokens = np.memmap(self.bin_path, file_dtype, "r") if self.num_tokens else np.empty(0, file_dtype)
-        self.meta = read_meta(self.prefix) if meta is None else meta
+        self.meta = read_meta(self.prefix)
         self._check_meta()
 
     def _read_index(self) -> None:
@@ -365,9 +281,6 @@ class IndexedDataset:
         if (size := self.bin_path.stat().st_size) != pointer:
             raise UserError(f"{self.bin_path} has {size} bytes but {self.idx_path} describes {pointer}; {_REMEDY}")
 
-    def _size(self) -> int:
-        return self.bin_path.stat().st_size // self.dtype.itemsize
-
     def _damaged(self, detail: str) -> UserError:
         return UserError(f"{self.idx_path} is damaged: {detail}; {_REMEDY}")
 
@@ -388,22 +301,14 @@ class IndexedDataset:
         digest = hashlib.sha256()
         _update_from_file(digest, self.idx_path)
         digest.update(str(self.bin_path.stat().st_size).encode())
-        recorded = self.meta.get("bin_sha256")
-        if recorded is not None:
+        if (recorded := self.meta.get("bin_sha256")) is not None:
             if self.bin_path.stat().st_mtime_ns > self.meta_path.stat().st_mtime_ns:
                 self.check_content()
             digest.update(str(recorded).encode())
         return digest.hexdigest()
 
     def check_content(self) -> bool:
-        """Compare the .bin file with the sha256 in PREFIX.json, to detect damaged or changed tokens.
-
-        Returns:
-            True if they are equal, False if PREFIX.json has no hash.
-
-        Raises:
-            UserError: they differ.
-        """
+        """Compare the .bin file with the sha256 in PREFIX.json. Returns False without it; UserError if they differ."""
         recorded = self.meta.get("bin_sha256")
         if recorded is None:
             return False
@@ -432,6 +337,14 @@ class IndexedDataset:
         """
         for start in range(0, self.num_documents, _CHECK_BLOCK):
             yield np.array(self.document_indices[start : start + _CHECK_BLOCK + 1])
+
+    def blocks(self, num_documents: int | None = None) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Yield all or the first `num_documents` documents as `add_documents` takes them, some thousand at a time."""
+        bounds = self.document_indices[: None if num_documents is None else num_documents + 1]
+        for start in range(0, len(bounds) - 1, _DOCUMENTS):
+            here = np.array(bounds[start : start + _DOCUMENTS + 1])
+            begin, end = self.offsets(here[[0, -1]])
+            yield self.tokens[begin:end], self.sequence_lengths[here[0] : here[-1]], np.diff(here)
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)

@@ -13,14 +13,15 @@ import json
 import logging
 import os
 import shutil
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import as_completed
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -44,7 +45,6 @@ from lm_experiments_tools.data.tokens.indexed import (
     IndexedDataset,
     IndexedDatasetWriter,
     dataset_exists,
-    dataset_paths,
     read_meta,
     remove_unfinished,
     token_dtype,
@@ -64,8 +64,7 @@ _BLOCK, _NUM_BLOCKS = 1 << 14, 64  # tokens read together and parts of a token f
 # ---- encoders ----
 
 
-@dataclass
-class EncodedDocuments:
+class EncodedDocuments(NamedTuple):
     """Token ids of consecutive documents. A document has one or more sequences, such as its sentences.
 
     Attributes:
@@ -87,17 +86,16 @@ class Encoder(Protocol):
 
     Attributes:
         key: key of the text in a JSON record; None passes all fields to `parts`.
-        suffixes: suffixes of the output file names. One token file per suffix is written.
-        identity: JSON value; equal identities give equal ids.
+        outputs: for each token file that is written, the settings that its PREFIX.json records. Equal settings and
+            vocabularies give equal ids.
     """
 
+    vocabulary: Tokenizer
     key: str | None
-    suffixes: Sequence[str]
-    dtype: np.dtype
-    identity: Any
+    outputs: Sequence[dict[str, Any]]
 
     def parts(self, record: Record) -> list[list[str]]:
-        """Split a record into texts, one list per output file. Raises BadRecord if the record cannot be used."""
+        """Split a record into texts, one list per token file. Raises BadRecord if the record cannot be used."""
 
     def encode(self, documents: Sequence[Sequence[str]]) -> EncodedDocuments:
         """Encode documents, each a list of texts."""
@@ -110,20 +108,11 @@ class TextEncoder:
     vocabulary: Tokenizer
     key: str = "text"
     append_eos: bool = False
-    suffixes = ("",)
 
     @property
-    def dtype(self) -> np.dtype:
-        return token_dtype(self.vocabulary.size)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return {
-            "vocab_sha256": self.vocabulary.fingerprint,
-            "text_key": self.key,
-            "append_eos": self.append_eos,
-            "encode_by": self.vocabulary.encode_by,
-        }
+    def outputs(self) -> Sequence[dict[str, Any]]:
+        settings = {"append_eos": self.append_eos, "encode_by": self.vocabulary.encode_by, "text_key": self.key}
+        return (settings,)
 
     def parts(self, record: Record) -> list[list[str]]:
         return [[record.value] if self.vocabulary.encode_by == "document" else record.value.split("\n")]
@@ -142,10 +131,7 @@ class TextEncoder:
 
 
 def batches(items: Iterable[T], size_of: Callable[[T], int], size: int) -> Iterator[list[T]]:
-    """Group consecutive items, such as documents, into lists of about equal total size.
-
-    A list ends with the item at which its total size reaches `size`.
-    """
+    """Group consecutive items into lists, each up to the item at which its total size reaches `size`."""
     batch: list[T] = []
     filled = 0
     for item in items:
@@ -158,58 +144,36 @@ def batches(items: Iterable[T], size_of: Callable[[T], int], size: int) -> Itera
         yield batch
 
 
-class EncodedWriter(IndexedDatasetWriter):
-    """Writer of token files that also counts the bytes of the text and the empty documents."""
+def encode_shard(shard: Shard, prefix: str, encoder: Encoder, limit: int) -> int:
+    """Encode a shard (a part of the text) into the token files `prefix`-0, `prefix`-1, ..., one per output.
 
-    num_bytes = num_empty = 0
-
-    def add(self, encoded: EncodedDocuments) -> None:
-        self.add_documents(encoded.ids, encoded.sequence_lengths, encoded.num_sequences)
-        self.num_bytes += encoded.num_bytes
-        self.num_empty += encoded.num_empty
-
-    def add_shard(self, shard: IndexedDataset) -> None:
-        """Append the token file of a shard (a part of the text that was encoded separately), and add its counts."""
-        self.add_dataset(shard)
-        self.num_bytes += shard.meta["num_bytes"]
-        self.num_empty += shard.meta["empty_documents"]
-
-
-def encode_shard(shard: Shard, prefix: str, encoder: Encoder, limit: int) -> tuple[int, bool]:
-    """Encode a shard (a part of the text) into token files, one per suffix of the encoder.
-
-    Rejected records are listed in `prefix`.bad.jsonl.
+    Rejected records are listed in `prefix`.bad.jsonl. A shard with more than `limit` of them is abandoned.
 
     Returns:
-        Number of rejected records, and False if they were too many and the shard was abandoned.
+        Number of rejected records.
     """
     rejected = RejectedRecords(limit, f"{prefix}.bad.jsonl")
-    try:
-        with closing(rejected), ExitStack() as stack:
-            names = [prefix + suffix for suffix in encoder.suffixes]
-            writers = [stack.enter_context(EncodedWriter(name, encoder.dtype, durable=False)) for name in names]
-            documents = converted(read_shard(shard, encoder.key), encoder.parts, rejected)
-            for batch in batches(documents, _num_characters, _BATCH_CHARACTERS):
-                for writer, texts in zip(writers, zip(*batch, strict=True), strict=True):
-                    writer.add(encoder.encode(texts))
-            for writer in writers:
-                writer.finalize({
-                    "bad_lines": rejected.count,
-                    "num_documents": writer.num_documents,
-                    "num_bytes": writer.num_bytes,
-                    "empty_documents": writer.num_empty + rejected.num_empty,
-                    "bin_sha256": writer.bin_sha256,
-                })  # fmt: skip
-    except TooManyRejected:
-        return rejected.count, False
-    return rejected.count, True
+    dtype, counts = token_dtype(encoder.vocabulary.size), [Counter() for _ in encoder.outputs]
+    with suppress(TooManyRejected), closing(rejected), ExitStack() as stack:
+        names = [f"{prefix}-{number}" for number in range(len(encoder.outputs))]
+        writers = [stack.enter_context(IndexedDatasetWriter(name, dtype, durable=False)) for name in names]
+        documents = converted(read_shard(shard, encoder.key), encoder.parts, rejected)
+        for batch in batches(documents, _num_characters, _BATCH_CHARACTERS):
+            for writer, count, texts in zip(writers, counts, zip(*batch, strict=True), strict=True):
+                encoded = encoder.encode(texts)
+                writer.add_documents(encoded.ids, encoded.sequence_lengths, encoded.num_sequences)
+                count.update(num_bytes=encoded.num_bytes, empty_documents=encoded.num_empty)
+        for writer, count in zip(writers, counts, strict=True):
+            count.update(num_bytes=0, empty_documents=rejected.num_empty)
+            writer.finalize({"bad_lines": rejected.count, **count})
+    return rejected.count
 
 
 def _num_characters(parts: list[list[str]]) -> int:
     return sum(len(text) for texts in parts for text in texts)
 
 
-def prepare(settings: tuple[Encoder, int]) -> Callable[[tuple[Shard, str]], tuple[int, bool]]:
+def prepare(settings: tuple[Encoder, int]) -> Callable[[tuple[Shard, str]], int]:
     """Return the function by which a worker process encodes a shard (part of the text)."""
     return lambda job: encode_shard(*job, *settings)
 
@@ -217,24 +181,22 @@ def prepare(settings: tuple[Encoder, int]) -> Callable[[tuple[Shard, str]], tupl
 # ---- several processes ----
 
 
-def _encode_shards(
-    jobs: Sequence[tuple[Shard, str]], encoder: Encoder, workers: int, limit: int
-) -> Iterator[tuple[Shard, str]]:
-    """The (shard, prefix) of each finished job; ends early where too many records are rejected."""
+def _encode_shards(jobs: Sequence[tuple[Shard, str]], encoder: Encoder, workers: int, limit: int) -> Iterator[str]:
+    """Encode shards, and yield the prefix of each that is finished; end early where too many records are rejected."""
     num_rejected, workers = 0, min(workers, len(jobs))
     with ExitStack() as stack:
         if workers <= 1:
             answers = ((job, encode_shard(*job, encoder, limit)) for job in jobs)
         else:
-            pool = stack.enter_context(WorkerPool(prepare, (encoder, limit), workers))
+            pool = stack.enter_context(closing(WorkerPool(prepare, (encoder, limit), workers)))
             submitted = {pool.submit(job): job for job in jobs}
             answers = ((submitted[done], done.result()) for done in as_completed(submitted))
         try:
-            for job, (count, finished) in answers:
+            for (_, prefix), count in answers:
                 num_rejected += count
-                if not finished or num_rejected > limit:
+                if num_rejected > limit:
                     return
-                yield job
+                yield prefix
         except WorkerEnded as end:
             raise UserError(
                 f"a tokenization process {end} at {end.request[0].path}: try again with fewer workers"
@@ -246,34 +208,38 @@ class Tokenization:
     """One tokenization of a text by several processes.
 
     Finished shards are in PREFIX.shards-FINGERPRINT/, from which an interrupted tokenization of the same text resumes.
+    Rejected records are listed in PREFIX.bad_lines.jsonl.
 
     Attributes:
+        inputs: the text, as PREFIX.json records it.
         prefix: PREFIX. The caller must hold its lock.
+        outputs: prefixes of the token files, one per output of the encoder.
+        max_bad_lines: limit of rejected records.
+        log_interval: documents between two lines of progress, of which there is at most one per shard.
     """
 
+    inputs: Sequence[str]
     shards: Sequence[Shard]
     encoder: Encoder
     prefix: str
     outputs: Sequence[str]
-    rejected: str
-    limit: int
+    max_bad_lines: int
     workers: int
+    log_interval: int = 100_000
 
     def __post_init__(self) -> None:
-        self._fingerprint = plan_fingerprint(self.shards, self.encoder.identity)
+        self._fingerprint = plan_fingerprint(self.shards, self.encoder)
         self._folder = Path(f"{self.prefix}.shards-{self._fingerprint[:16]}")
         self._parts = [os.path.join(self._folder, f"{number:06d}") for number in range(len(self.shards))]
 
-    def run(
-        self,
-        meta: Callable[[Sequence[EncodedWriter], RejectedRecords], Sequence[dict[str, Any]]],
-        progress: Callable[[Sequence[tuple[Shard, str]], Iterable[tuple[Shard, str]]], None],
-    ) -> list[dict[str, Any]]:
+    def run(self) -> list[dict[str, Any]]:
         """Encode all shards that are not finished, then join all shards into the token files.
 
-        Args:
-            progress: function that shows the progress. It gets the jobs and an iterator over finished jobs, which it
-                must consume.
+        Returns:
+            The content of the .json file of each output.
+
+        Raises:
+            UserError: an output has no document, too many records are rejected, or the text has changed meanwhile.
         """
         for prefix in self.outputs:
             remove_unfinished(prefix)
@@ -283,60 +249,78 @@ class Tokenization:
                 shutil.rmtree(other)
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
-            metas = self._run(meta, progress)
+            self._encode()
+            metas = self._join()
             shutil.rmtree(self._folder)
         finally:
-            if any(record["num_documents"] for record in map(self._record, self._parts) if record):
+            if any(self._folder.glob("*.idx")):
                 logger.info("another run resumes from the finished shards in %s", self._folder)
             else:
                 shutil.rmtree(self._folder, ignore_errors=True)
         return metas
 
-    def _run(self, meta: Callable, progress: Callable) -> list[dict[str, Any]]:
-        jobs = [job for job in zip(self.shards, self._parts, strict=True) if not self._is_intact(job[1])]
+    def _encode(self) -> None:
+        jobs = [job for job in zip(self.shards, self._parts, strict=True) if not self._is_finished(job[1])]
         if finished := len(self.shards) - len(jobs):
             logger.info("%d of %d shards are there from an earlier run", finished, len(self.shards))
-        with closing(_encode_shards(jobs, self.encoder, self.workers, self.limit)) as done:
-            progress(jobs, done)
+        start, num_documents, num_bytes = time.perf_counter(), 0, 0
+        with closing(_encode_shards(jobs, self.encoder, self.workers, self.max_bad_lines)) as done:
+            for part in done:
+                meta, before = read_meta(f"{part}-0"), num_documents
+                num_documents += meta["num_documents"] + meta["empty_documents"] + meta["bad_lines"]
+                num_bytes += meta["num_bytes"]
+                if num_documents // self.log_interval > before // self.log_interval:
+                    seconds = time.perf_counter() - start
+                    rates = num_documents / seconds, num_bytes / 1e6 / seconds
+                    logger.info("Processed %d documents (%.1f docs/s, %.2f MB/s).", num_documents, *rates)
         self._check_unchanged()
-        rejected = self._collect_rejected()
-        with ExitStack() as stack:
-            writers = [stack.enter_context(EncodedWriter(name, self.encoder.dtype)) for name in self.outputs]
-            for writer, suffix in zip(writers, self.encoder.suffixes, strict=True):
-                for part in self._parts:
-                    writer.add_shard(IndexedDataset(part + suffix))
-            metas = list(meta(writers, rejected))
-            for writer, content in zip(writers, metas, strict=True):
-                writer.finalize(content)
-        return metas
 
-    def _is_intact(self, part: str) -> bool:
-        """True for a finished shard with the recorded content: shards are not fsynced, a power cut may damage them."""
+    def _join(self) -> list[dict[str, Any]]:
+        rejected, vocabulary = self._collect_rejected(), self.encoder.vocabulary
+        with ExitStack() as stack:
+            dtype = token_dtype(vocabulary.size)
+            writers = [stack.enter_context(IndexedDatasetWriter(name, dtype)) for name in self.outputs]
+            counts = [Counter() for _ in writers]
+            for number, (writer, count) in enumerate(zip(writers, counts, strict=True)):
+                for shard in (IndexedDataset(f"{part}-{number}") for part in self._parts):
+                    for block in shard.blocks():
+                        writer.add_documents(*block)
+                    count.update({name: shard.meta[name] for name in ("num_bytes", "empty_documents")})
+                if not writer.num_documents:
+                    shutil.rmtree(self._folder)
+                    rejected.num_empty = count["empty_documents"]
+                    raise UserError(f"{self.outputs[number]}: {no_documents(self.inputs, rejected)}")
+            common = {
+                "vocab_sha256": vocabulary.fingerprint,
+                "vocab_file": vocabulary.recorded_as,
+                "vocab_size": vocabulary.size,
+                "input": list(self.inputs),
+                "bad_lines": rejected.count,
+            }
+            parts = zip(writers, self.encoder.outputs, counts, strict=True)
+            return [writer.finalize({**common, **settings, **count}) for writer, settings, count in parts]
+
+    def _is_finished(self, part: str) -> bool:
+        """True for a shard with the recorded content: shards are not fsynced, and a power cut may damage them."""
         try:
-            return all(IndexedDataset(part + suffix).check_content() for suffix in self.encoder.suffixes)
+            return all(
+                IndexedDataset(f"{part}-{number}").check_content() for number in range(len(self.encoder.outputs))
+            )
         except UserError:
             return False
-
-    def _record(self, part: str) -> dict[str, Any]:
-        """The .json of a finished shard (of the first suffix); {} where it is not finished."""
-        names = [part + suffix for suffix in self.encoder.suffixes]
-        with suppress(UserError):  # damaged
-            return read_meta(names[0]) if all(map(dataset_exists, names)) else {}
-        return {}
 
     def _check_unchanged(self) -> None:
         """Refuse to join shards of a text that has changed since it was planned."""
         for shard in {shard.path: shard for shard in self.shards}.values():
             shard.check_unchanged()
-        if datasets_of(self.shards) and plan_fingerprint(self.shards, self.encoder.identity) != self._fingerprint:
+        if datasets_of(self.shards) and plan_fingerprint(self.shards, self.encoder) != self._fingerprint:
             raise UserError("files of the datasets were changed while they were being read: start again")
 
     def _collect_rejected(self) -> RejectedRecords:
         """The rejected records of all shards, with the lines of their files."""
         file, position, num_lines = "", 0, 0
-        with closing(RejectedRecords(self.limit, self.rejected)) as rejected:
+        with closing(RejectedRecords(self.max_bad_lines, f"{self.prefix}.bad_lines.jsonl")) as rejected:
             for shard, part in zip(self.shards, self._parts, strict=True):
-                rejected.num_empty += self._record(part).get("empty_documents", 0)
                 if not (listed := Path(f"{part}.bad.jsonl")).is_file():
                     continue
                 if shard.path != file:
@@ -352,11 +336,12 @@ class Tokenization:
         return rejected
 
 
-def plan_fingerprint(shards: Sequence[Shard], encoding: Any) -> str:
-    """Hash everything that determines the tokens of a text: the input files and the encoder's identity."""
+def plan_fingerprint(shards: Sequence[Shard], encoder: Encoder) -> str:
+    """Hash everything that determines the tokens of a text: the input files, the vocabulary and the settings."""
     stamps = {os.path.abspath(shard.path): shard.stamp[1] for shard in shards if shard.stamp is not None}
     parts = [(os.path.abspath(s.path) if s.kind != "dataset" else s.path, s.kind, s.start, s.end) for s in shards]
     datasets = [hf_datasets.identity(name, with_times=True) for name in datasets_of(shards)]
+    encoding = [encoder.vocabulary.fingerprint, *encoder.outputs]
     return json_sha256([FORMAT, parts, sorted(stamps.items()), datasets, encoding])
 
 
@@ -373,7 +358,6 @@ def tokenize_corpus(
     text_key: str = "text",
     document_per_line: bool = False,
     max_bad_lines: int = 100,
-    show_progress: bool | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Tokenize all documents of `inputs` and write the token file PREFIX.bin, PREFIX.idx and PREFIX.json.
@@ -383,71 +367,41 @@ def tokenize_corpus(
         vocab_path: path of a vocabulary, or a loaded one.
         output_prefix: PREFIX.
         workers: number of processes; None for one per CPU.
-        append_eos: append EOS to each document.
-        text_key: key of the text in a JSON record.
         document_per_line: each line of a text file is a document, instead of the lines between blank lines.
-        max_bad_lines: limit of rejected records, listed in PREFIX.bad_lines.jsonl.
-        show_progress: show a progress bar; None shows one on a terminal.
         overwrite: replace token files of other inputs or of another vocabulary.
 
     Returns:
         The content of PREFIX.json.
 
     Raises:
-        UserError: unreadable input or vocabulary, no document, too many rejected records, or PREFIX has other text.
+        UserError: unreadable input or vocabulary, or an error of `Tokenization.run`; PREFIX has other text.
     """
     vocabulary = vocab_path if isinstance(vocab_path, Tokenizer) else open_tokenizer(vocab_path)
-    encoder = TextEncoder(vocabulary, text_key, append_eos)
     prefix = os.fspath(output_prefix)
-    origin = recorded_inputs(inputs)
+    # Files are recorded by their absolute paths, datasets by name.
+    origin = [os.path.abspath(item) if os.path.exists(item) else item for item in inputs]
     shards = plan_shards(inputs, document_per_line=document_per_line)
     with locked(Path(f"{prefix}.lock")):
         if not overwrite:
-            check_replaceable(prefix, origin, vocabulary.recorded_as, vocabulary.fingerprint)
-        run = Tokenization(
-            shards, encoder, prefix, [prefix], rejected=f"{prefix}.bad_lines.jsonl", limit=max_bad_lines,
-            workers=workers or available_cores(),
-        )  # fmt: skip
-        (meta,) = run.run(partial(_meta, encoder, shards, origin), partial(_show_progress, show_progress))
+            _check_replaceable(prefix, origin, vocabulary)
+        encoder = TextEncoder(vocabulary, text_key, append_eos)
+        workers = workers or available_cores()
+        (meta,) = Tokenization(origin, shards, encoder, prefix, [prefix], max_bad_lines, workers).run()
     return meta
 
 
-def _meta(
-    encoder: TextEncoder,
-    shards: Sequence[Shard],
-    origin: list[str],
-    writers: Sequence[EncodedWriter],
-    rejected: RejectedRecords,
-) -> list[dict[str, Any]]:
-    """The content of PREFIX.json. Raises UserError where there is no document."""
-    (writer,) = writers
-    if not writer.num_documents:
-        raise no_documents(list(dict.fromkeys(shard.path for shard in shards)), rejected)
-    meta = {
-        "vocab_sha256": encoder.vocabulary.fingerprint,
-        "vocab_file": encoder.vocabulary.recorded_as,
-        "vocab_size": encoder.vocabulary.size,
-        "num_documents": writer.num_documents,
-        "num_tokens": writer.num_tokens,
-        "num_bytes": writer.num_bytes,
-        "append_eos": encoder.append_eos,
-        "encode_by": encoder.vocabulary.encode_by,
-        "text_key": encoder.key,
-        "dtype": writer.dtype.name,
-        "bin_sha256": writer.bin_sha256,
-        "input": origin,
-        "bad_lines": rejected.count,
-    }
-    return [meta | ({"empty_documents": rejected.num_empty} if rejected.num_empty else {})]
-
-
-def _show_progress(show: bool | None, jobs: Sequence[tuple[Shard, str]], done: Iterable[tuple[Shard, str]]) -> None:
-    if sys.stderr.isatty() if show is None else show:
-        from tqdm import tqdm
-
-        done = tqdm(done, total=len(jobs), unit="shard", desc="tokenize")
-    for _ in done:
-        pass
+def _check_replaceable(prefix: str, inputs: list[str], vocabulary: Tokenizer) -> None:
+    """Raise UserError if existing token files are of other inputs or another vocabulary, so must not be replaced."""
+    if not dataset_exists(prefix):
+        return
+    meta = read_meta(prefix)
+    if meta.get("input") == inputs and meta.get("vocab_sha256") == vocabulary.fingerprint:
+        return
+    made_of = ", ".join(meta.get("input", ["unknown text"]))
+    raise UserError(
+        f"{prefix}.bin and .idx exist, tokens of {made_of} with the vocabulary {meta.get('vocab_file', 'unknown')}, "
+        f"not of {', '.join(inputs)} with {vocabulary.recorded_as}: choose another --output, or give --overwrite"
+    )
 
 
 def ensure_tokenized(path: str, vocabulary: Tokenizer, cache_dir: str | os.PathLike, **options: Any) -> str:
@@ -458,12 +412,15 @@ def ensure_tokenized(path: str, vocabulary: Tokenizer, cache_dir: str | os.PathL
     """
     encoder = TextEncoder(vocabulary, options.get("text_key", "text"), options.get("append_eos", False))
     shards = plan_shards([path], document_per_line=options.get("document_per_line", False))
-    key = plan_fingerprint(shards, encoder.identity)[:16]
+    key = plan_fingerprint(shards, encoder)[:16]
     prefix = os.path.join(cache_dir, f"{Path(path).name.replace(':', '_')}-{key}")
     with locked(Path(f"{prefix}.cache.lock")):
         if not dataset_exists(prefix):
             tokenize_corpus([path], vocabulary, prefix, **options)
     return prefix
+
+
+# ---- vocabularies of token files ----
 
 
 def report_unknown(tokens: IndexedDataset, unk_id: int | None) -> float:
@@ -475,58 +432,30 @@ def report_unknown(tokens: IndexedDataset, unk_id: int | None) -> float:
     return share
 
 
-def check_vocabulary(prefix: str, meta: Mapping[str, Any], vocabulary: Tokenizer) -> None:
-    """Raise UserError if a token file was made with another vocabulary than this run's."""
-    made_with = meta.get("vocab_sha256")
-    if made_with in (None, vocabulary.fingerprint):  # None: written by another program, the ids are all there is
-        return
-    other_case = ", or read it in the other case (--no_lower_case)" if vocabulary.continuation else ""
-    raise UserError(
-        f"the tokens {prefix} were made with the vocabulary {meta.get('vocab_file')} (fingerprint {made_with[:12]}), "
-        f"not with {vocabulary.path} (fingerprint {vocabulary.fingerprint[:12]}): give that one{other_case} or "
-        "tokenize again"
-    )
+def check_vocabulary(tokens: IndexedDataset, vocabulary: Tokenizer) -> None:
+    """Raise UserError if a token file was made with another vocabulary than this run's.
 
-
-# ---- what a token file was made of ----
-
-
-def recorded_inputs(inputs: Iterable[str]) -> list[str]:
-    """Convert inputs to the form in which PREFIX.json records them: files by absolute path, datasets by name."""
-    return [os.path.abspath(item) if os.path.exists(item) else item for item in inputs]
-
-
-def check_replaceable(prefix: str, inputs: list[str], vocab_file: str, vocab_sha256: str) -> None:
-    """Raise UserError if existing token files are of other inputs or another vocabulary, so must not be replaced."""
-    if not dataset_exists(prefix):
-        return
-    try:
-        meta = read_meta(prefix)
-    except UserError:  # damaged: as good as none
-        meta = {}
-    if inputs and meta.get("input") == inputs and meta.get("vocab_sha256") == vocab_sha256:
-        return
-    made_of = ", ".join(map(str, meta.get("input") or ())) or "unknown text"
-    raise UserError(
-        f"{prefix}.bin and .idx exist, tokens of {made_of} with the vocabulary {meta.get('vocab_file') or 'unknown'}, "
-        f"not of {', '.join(inputs) or 'unknown text'} with {vocab_file}: choose another --output, or give --overwrite"
-    )
+    A warning is logged, once per file, if its PREFIX.json names none.
+    """
+    made_with = tokens.meta.get("vocab_sha256")
+    if made_with is None:
+        _warn_unrecorded(tokens.meta_path)
+    elif made_with != vocabulary.fingerprint:
+        other_case = ", or read it in the other case (--no_lower_case)" if vocabulary.continuation else ""
+        raise UserError(
+            f"the tokens {tokens.prefix} were made with the vocabulary {tokens.meta.get('vocab_file')} (fingerprint "
+            f"{made_with[:12]}), not with {vocabulary.path} (fingerprint {vocabulary.fingerprint[:12]}): give that "
+            f"one{other_case} or tokenize again"
+        )
 
 
 @cache  # once, however often a run opens the file
 def _warn_unrecorded(meta_path: Path) -> None:
-    fact = "records no vocabulary" if meta_path.is_file() else "does not exist"
     logger.warning(
-        "%s %s, so the tokens cannot be verified: copy the .json of `lmtools tokenize` or preprocess_data.py too",
+        "%s does not exist or names no vocabulary, so the tokens cannot be verified: copy the .json of `lmtools "
+        "tokenize` or preprocess_data.py too",
         meta_path,
-        fact,
     )
-
-
-def warn_unrecorded(prefix: str | os.PathLike, meta: dict[str, Any]) -> None:
-    """Log a warning, once per file, if the PREFIX.json of a token file does not name a vocabulary."""
-    if "vocab_sha256" not in meta:
-        _warn_unrecorded(dataset_paths(prefix)[2])
 
 
 def open_tokenizer(name: str | os.PathLike, flag: str = "--vocab", lowercase: bool | None = None) -> Tokenizer:
@@ -541,13 +470,3 @@ def open_tokenizer(name: str | os.PathLike, flag: str = "--vocab", lowercase: bo
             ) from error
     verify_model(path)
     return Tokenizer.load(path, lowercase=lowercase)
-
-
-def recorded_vocabulary(prefix: str | os.PathLike, meta: dict[str, Any]) -> Path | None:
-    """Return the path of the vocabulary that a token file was made with; None if it does not exist."""
-    if meta.get("vocab_file") is None:
-        return None
-    named = Path(meta["vocab_file"])
-    if meta["vocab_file"] == BYTES:
-        return named
-    return next((path for path in (named, Path(prefix).parent / named.name) if path.exists()), None)

@@ -44,7 +44,7 @@ def test_a_worker_answers_by_its_settings_and_ends_with_the_block():
     with closing(Worker(calculate, 10)) as worker:
         assert [worker.ask(number) for number in range(3)] == [10, 11, 12]
         assert worker.process.poll() is None
-    assert worker.process.returncode == 0
+    assert worker.process.returncode == -signal.SIGKILL
 
 
 def test_a_signal_to_the_process_group_is_left_to_the_caller():
@@ -85,13 +85,13 @@ def test_a_stopped_worker_does_not_hang_the_end_of_a_run(monkeypatch):
 
 
 def test_a_pool_answers_all_requests():
-    with WorkerPool(calculate, 0, 2) as pool:
+    with closing(WorkerPool(calculate, 0, 2)) as pool:
         answers = [pool.submit(number) for number in range(40)]
         assert [answer.result() for answer in answers] == list(range(40))
 
 
 def test_a_death_in_a_pool_is_said_once_and_kills_the_others():
-    with pytest.raises(WorkerEnded) as caught, WorkerPool(calculate, 0, 2) as pool:
+    with pytest.raises(WorkerEnded) as caught, closing(WorkerPool(calculate, 0, 2)) as pool:
         answers = [pool.submit(request) for request in (0, 1, "die", *range(50))]
         [answer.result() for answer in answers]
     assert caught.value.request == "die" and caught.value.returncode == 3
@@ -99,7 +99,7 @@ def test_a_death_in_a_pool_is_said_once_and_kills_the_others():
 
 
 def test_an_error_in_a_pool_is_repeated_and_not_taken_for_a_death():
-    with pytest.raises(UserError, match="mend it"), WorkerPool(calculate, 1, 2) as pool:
+    with pytest.raises(UserError, match="mend it"), closing(WorkerPool(calculate, 1, 2)) as pool:
         answers = [pool.submit("user") for _ in range(6)]
         assert {str(answer.exception()) for answer in answers} == {"mend it"}
         answers[0].result()

@@ -136,8 +136,12 @@ def test_input_without_any_text_is_one_sentence(folder):
     data = folder / "in" / "data.jsonl"
     for rows, flags, message in [
         ([{"text": 1}], (), "there is no document in .*: 1 bad lines"),
-        ([{"text": ""}, {"text": []}], (), "all 2 documents of .* are empty under the key 'text'"),
-        ([{"text": "a", "title": ""}], ("--json-keys", "text", "title"), "empty under the key 'title'"),
+        ([{"text": ""}, {"text": []}], (), "x_text_document: there is no document in .*: 0 bad lines, 2 empty texts"),
+        (
+            [{"text": "a", "title": ""}],
+            ("--json-keys", "text", "title"),
+            "x_title_document: there is no document in .*: 0 bad lines, 1 empty texts",
+        ),
         ([{"a": "b"}], ("--json-keys", "a", "text"), r"no key 'text' \(there is 'a'\)"),
         ([], (), "there is no text in .*: 1 files, all of them empty"),
     ]:

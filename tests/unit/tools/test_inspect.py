@@ -18,7 +18,7 @@ from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption,
 from lm_experiments_tools.data.objectives.token_rows import TokenRows, pretraining_dataset
 from lm_experiments_tools.data.text import records as text_records
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.tools.inspect_samples import Rendering, render_ids, render_sample
 from lm_experiments_tools.tools.main import main
@@ -26,6 +26,7 @@ from lm_experiments_tools.training.micro_batches import split_batch
 from megatron.bert_dataset import BertDataset
 from megatron.tokenizers import build_tokenizer
 from tests.helpers.bert_toys import make_bert_data
+from tests.helpers.token_toys import write_tokens
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
 LETTERS = "abcdefghij"
@@ -249,11 +250,10 @@ def test_bert_shows_the_first_samples_of_the_run(bert, tmp_path, monkeypatch, ca
 def test_bert_shows_what_is_not_read_of_data_that_training_refuses(bert, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     tokens = IndexedDataset(bert / "train")
-    with IndexedDatasetWriter("whole", tokens.dtype) as writer:  # the same documents, as one sequence each
-        for first, last in pairwise(tokens.document_indices.tolist()):
-            writer.add_sequence(np.concatenate([tokens[index] for index in range(first, last)]))
-            writer.end_document()
-        writer.finalize(tokens.meta | {"level": "document"})
+    bounds = pairwise(tokens.document_indices.tolist())
+    documents = [[np.concatenate([tokens[index] for index in range(*pair)])] for pair in bounds]  # one sequence each
+    meta = tokens.meta | {"level": "document", "num_sequences": len(documents)}
+    write_tokens("whole", documents, tokens.dtype, meta)
     lengths = IndexedDataset("whole").sequence_lengths
     unread = np.maximum(lengths - 30, 0).sum() / lengths.sum()
     assert inspect_bert(bert, "--data_path", "whole", "--use_nsp", "0") == 0

@@ -289,8 +289,8 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
     settings = {"data_path": (str(tmp_path / "bad.jsonl"),), "streams": 1, "data_n_workers": 1}
     loader = start(max_bad_lines=2, **settings)
     take(loader, 100)
-    stream = loader.dataset.streams[0]
-    assert stream._records[-1]["end"]["epoch"] >= 2 and stream.rejected == 2
+    end = loader.dataset.streams[0].records[-1]["end"]
+    assert end["epoch"] >= 2 and end["rejected"] == 2
     loader.close()
     listed = next(Path(".cache/streams").iterdir()) / "bad_lines.jsonl"
     listed = [json.loads(line) for line in listed.read_text().splitlines()]

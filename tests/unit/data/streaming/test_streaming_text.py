@@ -5,11 +5,12 @@ import os
 import time
 from collections import Counter
 from itertools import chain, islice, takewhile
+from types import SimpleNamespace
 
 import pytest
 
 from lm_experiments_tools.data.streaming import text as stream_text
-from lm_experiments_tools.data.streaming.text import Position, StreamPlan, StreamText
+from lm_experiments_tools.data.streaming.text import ChunkSettings, Position, StreamPlan, StreamText
 from lm_experiments_tools.data.text.records import read_shard
 from lm_experiments_tools.errors import UserError
 from tests.helpers.token_toys import make_texts
@@ -17,10 +18,15 @@ from tests.helpers.token_toys import make_texts
 TEXTS = make_texts(4000)
 
 
+def text_of(plan, stream=0, position=None, max_bad_lines=0):
+    settings = ChunkSettings(plan, "", SimpleNamespace(key="text"), max_bad_lines)
+    return StreamText(settings, stream, position or Position())
+
+
 def documents_of_epoch(plan, stream, epoch):
     """Texts of a stream in one epoch, and the shards they are from."""
-    text, found = StreamText(plan, stream, Position(epoch=epoch), "text", 0, ""), []
-    for document in text:
+    text, found = text_of(plan, stream, Position(epoch=epoch)), []
+    for document in text.documents:
         if text.position.epoch > epoch:
             break
         found.append((document.value, plan.shards_of(stream, epoch)[text.position.shard]))
@@ -47,13 +53,13 @@ def test_each_epoch_has_each_document_once_in_an_order_of_its_own(data, source, 
 
 def test_any_position_is_found_again(data):
     plan = StreamPlan.make([str(data / "text")], 4, seed=0)
-    text, positions, texts = StreamText(plan, 2, Position(), "text", 0, ""), [Position()], []
-    for document in islice(text, 1500):  # more than an epoch
+    text, positions, texts = text_of(plan, 2), [Position()], []
+    for document in islice(text.documents, 1500):  # more than an epoch
         texts.append(document.value)
         positions.append(text.position)
     assert positions[-1].epoch == 1
     for number in [0, 1, 250, 999, 1100]:
-        again = islice(StreamText(plan, 2, positions[number], "text", 0, ""), 20)
+        again = islice(text_of(plan, 2, positions[number]).documents, 20)
         assert [document.value for document in again] == texts[number : number + 20]
 
 
@@ -72,8 +78,9 @@ def test_as_many_streams_as_come_out_even(monkeypatch, sizes, most, num_streams)
 
 def documents_of(plan, epochs, begin=None):
     """(position, document) of the epochs that are left from `begin` on."""
-    text = StreamText(plan, 0, begin or Position(), "text", 10, "")
-    return list(takewhile(lambda found: found[0].epoch < epochs, ((text.position, item) for item in text)))
+    text = text_of(plan, 0, begin, 10)
+    found = ((text.position, item) for item in text.documents)
+    return list(takewhile(lambda found: found[0].epoch < epochs, found))
 
 
 def test_a_stream_of_a_text_that_changes_ends(tmp_path):
@@ -88,9 +95,8 @@ def test_a_stream_of_a_text_that_changes_ends(tmp_path):
 def test_empty_texts_of_a_stream_are_no_bad_lines(tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["", "a", " ", "b"] * 20))
-    text = StreamText(StreamPlan.make([str(data)], 1, seed=3), 0, Position(), "text", 0, "")
-    documents = iter(text)
-    assert [next(documents).value for _ in range(60)] == ["a", "b"] * 30
+    text = text_of(StreamPlan.make([str(data)], 1, seed=3))
+    assert [next(text.documents).value for _ in range(60)] == ["a", "b"] * 30
     assert text.position.rejected == 0 and text.rejected == []
 
 
@@ -132,4 +138,4 @@ def test_a_broken_connection_is_taken_up_where_it_broke(parquet, monkeypatch):
     with pytest.raises(
         OSError, match=r"shard \d of .*parquet, after 0 documents: timed out; 2 more tries did not help"
     ):
-        next(iter(StreamText(plan, 0, Position(), "text", 0, "")))
+        next(text_of(plan).documents)

@@ -58,12 +58,12 @@ def test_ids_are_those_of_autotokenizer_whatever_the_number_of_processes(pair, t
     vocabulary = Tokenizer.load(vocab)
     assert [list(ids) for ids in vocabulary.encode_batch(TEXTS)] == wanted
     assert [list(vocabulary.encode(text)) for text in TEXTS[:3]] == wanted[:3]
-    meta = tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
+    tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
     tokens = IndexedDataset(tmp_path / "t")
     assert [tokens[i].tolist() for i in range(len(tokens))] == wanted
-    check_vocabulary(str(tmp_path / "t"), meta, vocabulary)
+    check_vocabulary(IndexedDataset(tmp_path / "t"), vocabulary)
     with pytest.raises(UserError, match="were made with the vocabulary"):
-        check_vocabulary(str(tmp_path / "t"), meta, Tokenizer.load(numbered_words_vocabulary(tmp_path)))
+        check_vocabulary(IndexedDataset(tmp_path / "t"), Tokenizer.load(numbered_words_vocabulary(tmp_path)))
 
 
 def test_a_folder_with_nothing_but_tokenizer_json_is_that_file(tmp_path):

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, read_at_random
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, read_at_random
 from lm_experiments_tools.modules import devices
+from tests.helpers.token_toys import write_tokens
 
 needs_advice = pytest.mark.skipif(
     not hasattr(mmap, "MADV_RANDOM") or not Path("/proc/self/smaps").is_file(),
@@ -21,11 +22,7 @@ needs_advice = pytest.mark.skipif(
 def prefix(tmp_path_factory):
     """A token file of 4 MB, which is on the disk."""
     prefix = tmp_path_factory.mktemp("cold") / "tokens"
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for _ in range(4):
-            writer.add_sequence(np.random.default_rng(0).integers(0, 90, 1 << 19))
-            writer.end_document()
-    return prefix
+    return write_tokens(prefix, [[np.random.default_rng(0).integers(0, 90, 1 << 19)]] * 4)
 
 
 def advised(path):

@@ -238,7 +238,7 @@ def test_of_mutated_json_lines_every_bad_one_is_named_and_every_good_one_kept(tm
             if parts is not None:
                 whole = isinstance(json.loads(line[1])["text"], str)
                 sentences = parts[0].split("\n") if whole else parts
-                expected.append([ids for ids in map(encoder.tokenizer.encode, sentences) if ids])
+                expected.append([ids for ids in map(encoder.vocabulary.encode, sentences) if ids])
         found, bad = encoded(encoder, path)
         assert found == [document for document in expected if document], content
         assert bad == [n for n, parts in oracle_sentences if parts is None], content

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from lm_experiments_tools.data.dataset import Dataset
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, search_sorted
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.tools.inspect_tokens import document_lengths
 from megatron.bert_dataset import BertDataset
-from megatron.sample_mapping import MappingSettings, build_mapping, load_mapping
+from megatron.sample_mapping import MappingSettings, build_mapping, load_mapping, search_sorted
 
 DOCUMENTS, VOCABULARY = 1 << 20, 20_000  # three sentences in two documents: 8 MB of bounds, 12 MB of pointers
 SPARE = 4 << 20  # bytes: half of the smallest array of the index
