@@ -68,6 +68,7 @@ class SentenceEncoder:
         self.vocabulary = vocabulary or build_tokenizer(
             args.tokenizer_type, vocab_file=args.vocab_file, name_or_path=args.tokenizer_name_or_path
         )
+        self._split = SentenceSplitter(args.sentence_splitter, args.keep_newlines)
         settings = {
             "tokenizer_type": args.tokenizer_type,
             "level": "sentence" if args.split_sentences else "document",
@@ -78,7 +79,6 @@ class SentenceEncoder:
             "append_eod": args.append_eod,
         }
         self.outputs = [{"json_key": key, **settings} for key in args.json_keys]
-        self._split = SentenceSplitter(args.sentence_splitter, args.keep_newlines)
 
     def __reduce__(self) -> tuple:
         return SentenceEncoder, (self.args, self.vocabulary)

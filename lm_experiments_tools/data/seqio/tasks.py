@@ -175,8 +175,6 @@ class TaskExamples:
 
     def _check_first_example(self) -> None:
         """Refuse a task without examples, which would be repeated forever."""
-        if not self._may_shuffle():
-            logger.info("--task %s is registered without shuffling", self.job.task)
         for _ in self._padded(self._dataset("train", num_epochs=1, shuffle=False).take(1), 1):
             return
         raise UserError(f"--task {self.job.task} gives no example from its split 'train'")

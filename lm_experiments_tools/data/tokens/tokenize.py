@@ -302,12 +302,10 @@ class Tokenization:
 
     def _is_finished(self, part: str) -> bool:
         """True for a shard with the recorded content: shards are not fsynced, and a power cut may damage them."""
-        try:
-            return all(
-                IndexedDataset(f"{part}-{number}").check_content() for number in range(len(self.encoder.outputs))
-            )
-        except UserError:
-            return False
+        numbers = range(len(self.encoder.outputs))
+        with suppress(UserError):
+            return all(IndexedDataset(f"{part}-{number}").check_content() for number in numbers)
+        return False
 
     def _check_unchanged(self) -> None:
         """Refuse to join shards of a text that has changed since it was planned."""
@@ -424,29 +422,17 @@ def ensure_tokenized(path: str, vocabulary: Tokenizer, cache_dir: str | os.PathL
 
 
 def report_unknown(tokens: IndexedDataset, unk_id: int | None) -> float:
-    """Log and return the share of unknown tokens in about a million tokens from all over a token file, 0 to 1."""
+    """Log and return the share of unknown tokens in about a million tokens from all over a token file, 0 to 1.
+
+    A warning is logged, once per file, if PREFIX.json does not say which vocabulary the ids belong to.
+    """
+    if "vocab_sha256" not in tokens.meta:
+        _warn_unrecorded(tokens.meta_path)
     blocks = np.unique(np.linspace(0, max(tokens.num_tokens - 1, 0) // _BLOCK, _NUM_BLOCKS).astype(np.int64)) * _BLOCK
     sample = np.concatenate([tokens.tokens[start : start + _BLOCK] for start in blocks.tolist()])
     share = warn_of_unknown(np.count_nonzero(sample == unk_id), len(sample), tokens.prefix)
     logger.info("%s: %.2f %% of the tokens are unknown tokens", tokens.prefix, 100 * share)
     return share
-
-
-def check_vocabulary(tokens: IndexedDataset, vocabulary: Tokenizer) -> None:
-    """Raise UserError if a token file was made with another vocabulary than this run's.
-
-    A warning is logged, once per file, if its PREFIX.json names none.
-    """
-    made_with = tokens.meta.get("vocab_sha256")
-    if made_with is None:
-        _warn_unrecorded(tokens.meta_path)
-    elif made_with != vocabulary.fingerprint:
-        other_case = ", or read it in the other case (--no_lower_case)" if vocabulary.continuation else ""
-        raise UserError(
-            f"the tokens {tokens.prefix} were made with the vocabulary {tokens.meta.get('vocab_file')} (fingerprint "
-            f"{made_with[:12]}), not with {vocabulary.path} (fingerprint {vocabulary.fingerprint[:12]}): give that "
-            f"one{other_case} or tokenize again"
-        )
 
 
 @cache  # once, however often a run opens the file
@@ -455,6 +441,19 @@ def _warn_unrecorded(meta_path: Path) -> None:
         "%s does not exist or names no vocabulary, so the tokens cannot be verified: copy the .json of `lmtools "
         "tokenize` or preprocess_data.py too",
         meta_path,
+    )
+
+
+def check_vocabulary(tokens: IndexedDataset, vocabulary: Tokenizer) -> None:
+    """Raise UserError if a token file was made with another vocabulary than this run's."""
+    made_with = tokens.meta.get("vocab_sha256")
+    if made_with in (None, vocabulary.fingerprint):  # None: written by another program, the ids are all there is
+        return
+    other_case = ", or read it in the other case (--no_lower_case)" if vocabulary.continuation else ""
+    raise UserError(
+        f"the tokens {tokens.prefix} were made with the vocabulary {tokens.meta.get('vocab_file')} (fingerprint "
+        f"{made_with[:12]}), not with {vocabulary.path} (fingerprint {vocabulary.fingerprint[:12]}): give that "
+        f"one{other_case} or tokenize again"
     )
 
 
