@@ -14,8 +14,8 @@ import os
 import re
 import tempfile
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -56,6 +56,7 @@ _ROLES = {  # of special tokens, and their names
     "mask": MASK_PIECES,
 }
 _SPACE, _BYTE_LEVEL = "\u2581", "\u0120"  # marks of the space before a word: SentencePiece's, byte-level BPE's
+_REMEDY = "give the folder that a tokenizer's save_pretrained() wrote, or its tokenizer.json"
 _UNUSED = ("<unused{}>", "[unused{}]")
 
 
@@ -68,9 +69,10 @@ class HFTokenizer(Tokenizer):
         content: str,
         roles: dict[str, int | None],
         sentinel_ids: Sequence[int],
-        pretrained: PreTrainedTokenizerBase | None = None,
+        pretrained: Callable[[], PreTrainedTokenizerBase] | None = None,
     ) -> None:
-        self.path, self._content, self._pretrained = path, content, pretrained
+        self.path, self._content = path, content
+        self._pretrained = pretrained or partial(read_pretrained, path)
         self._settings = settings = json.loads(content)
         self._backend, model = _backend(content), settings["model"]
         self.pieces = self._backend.get_vocab(with_added_tokens=True)
@@ -89,9 +91,22 @@ class HFTokenizer(Tokenizer):
 
     @classmethod
     def of(cls, pretrained: PreTrainedTokenizerBase, path: Path) -> HFTokenizer:
-        settings = json.loads(pretrained.backend_tokenizer.to_str())
         roles = {role: getattr(pretrained, f"{role}_token_id") for role in _ROLES}
-        sentinels = _sentinels(pretrained, {*roles.values()})
+        extra = map(str, pretrained.extra_special_tokens)
+        return cls.of_backend(path, pretrained.backend_tokenizer, roles, extra, lambda: pretrained)
+
+    @classmethod
+    def of_backend(
+        cls,
+        path: Path,
+        backend: tokenizers.Tokenizer,
+        roles: dict[str, int | None],
+        extra: Iterable[str],
+        pretrained: Callable[[], PreTrainedTokenizerBase],
+    ) -> HFTokenizer:
+        """Make a tokenizer of one of the package `tokenizers`; `extra` are its special tokens without a role."""
+        settings = json.loads(backend.to_str())
+        sentinels = _sentinels(backend, extra, {*roles.values()})
         special = {*roles.values(), *sentinels}
         for token in settings["added_tokens"]:
             token["special"] = token["special"] or token["id"] in special  # else text could forge it
@@ -160,8 +175,7 @@ class HFTokenizer(Tokenizer):
         directory = Path(directory)
         for name in MODEL_NAMES:  # of another tokenizer, which `load` would prefer
             (directory / name).unlink(missing_ok=True)
-        pretrained = self._pretrained or read_pretrained(self.path)
-        pretrained.save_pretrained(str(directory))
+        self._pretrained().save_pretrained(str(directory))
         if self._is_wordpiece:
             # An id without a piece belonged to a repeated one; the last piece, whose later line wins, fills its line.
             pieces = {i: piece for piece, i in self._backend.get_vocab(with_added_tokens=False).items()}
@@ -280,16 +294,15 @@ def _unforgeable(settings: dict[str, Any], special: set[int]) -> dict[str, Any] 
     return {**settings, "model": model, "added_tokens": added}
 
 
-def _sentinels(pretrained: PreTrainedTokenizerBase, taken: set[int | None]) -> list[int]:
+def _sentinels(backend: tokenizers.Tokenizer, extra: Iterable[str], taken: set[int | None]) -> list[int]:
     """Ids of the sentinel tokens for masked spans, in order (see the top of this file)."""
-    ids = pretrained.get_vocab()
-    additional = [ids[str(token)] for token in pretrained.extra_special_tokens if str(token) in ids]
-    additional = [index for index in dict.fromkeys(additional) if index not in taken]
-    is_unigram = type(pretrained.backend_tokenizer.model).__name__ == "Unigram"
+    ids = backend.get_vocab()
+    additional = [ids[name] for name in dict.fromkeys(extra) if name in ids and ids[name] not in taken]
+    is_unigram = isinstance(backend.model, tokenizers.models.Unigram)
     return find_sentinels(ids, is_unigram) or max([additional, *(family(ids, name) for name in _UNUSED)], key=len)
 
 
-# ---- loading with transformers --------------------------------------------------------------------------------------
+# ---- loading --------------------------------------------------------------------------------------------------------
 def load_pretrained(what: str, load: Callable[[], T], remedy: str) -> T:
     """Call a function that loads a model or tokenizer, and turn any exception into a UserError."""
     try:
@@ -301,52 +314,96 @@ def load_pretrained(what: str, load: Callable[[], T], remedy: str) -> T:
         raise UserError(f"{what} cannot be loaded ({type(error).__name__}): {reason}; {remedy}") from error
 
 
-def read_pretrained(path: Path, lowercase: bool | None = None) -> PreTrainedTokenizerBase:
-    """Load a tokenizer as AutoTokenizer does, and from files that it does not read alone.
+def read_tokenizer(path: Path, lowercase: bool | None) -> Tokenizer:
+    """Read a tokenizer of Hugging Face or ByT5, one of a single file without transformers; see `Tokenizer.load`."""
+    what = f"vocabulary {path}"
+    if (file := single_file(path)) is not None:
+        backend, names = load_pretrained(what, lambda: read_file(file, lowercase), _REMEDY)
+        roles = {role: backend.token_to_id(names[role]) if role in names else None for role in _ROLES}
+        extra = _other_special(backend, names)
+        return HFTokenizer.of_backend(path, backend, roles, extra, partial(wrap_file, file, lowercase))
+    pretrained = load_pretrained(what, lambda: read_pretrained(path), _REMEDY)
+    if pretrained.__class__.__name__ != "ByT5Tokenizer":
+        if not pretrained.is_fast:
+            raise UserError(f"{what} is a {type(pretrained).__name__} in Python: give one that has a tokenizer.json")
+        check_words(pretrained, what)
+    return Tokenizer.of(pretrained, path)
+
+
+def read_pretrained(path: Path) -> PreTrainedTokenizerBase:
+    """Load a tokenizer of transformers from a folder or file; what does not exist is a name on the hub."""
+    from transformers import AutoTokenizer
+
+    if path.is_file() and path.suffix not in (".json", ".txt"):
+        return _of_sentencepiece(path)
+    if path.exists() and (file := single_file(path)) is not None:
+        return wrap_file(file)
+    folder = path.parent if path.is_file() else path
+    return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+
+
+def single_file(path: Path) -> Path | None:
+    """The vocab.txt or tokenizer.json that is the whole tokenizer; None for a folder that AutoTokenizer reads.
+
+    Raises UserError: the files of a folder do not tell the kind of tokenizer.
+    """
+    folder = path.parent if path.is_file() else path
+    names = {file.name for file in folder.iterdir()}
+    if path.is_file() and not (path.name == "tokenizer.json" and "tokenizer_config.json" in names):
+        return path
+    if "tokenizer_config.json" in names:
+        return None
+    kind = read_config(folder, "config.json").get("model_type")
+    # AutoTokenizer would read BERT's vocab.txt in lower case, whether it has capital letters or not.
+    if kind in (None, "bert") and "vocab.txt" in names and names.isdisjoint(("tokenizer.json", "added_tokens.json")):
+        return folder / "vocab.txt"
+    if kind is not None:
+        return None
+    if "tokenizer.json" in names:
+        return folder / "tokenizer.json"
+    raise UserError(
+        f"{folder} has no tokenizer_config.json, which tells the kind of tokenizer: give a folder that "
+        "save_pretrained() wrote, or name its .model file, vocab.txt or tokenizer.json"
+    )
+
+
+def read_file(path: Path, lowercase: bool | None = None) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """Read a vocab.txt of BERT's WordPiece, or a tokenizer.json.
 
     Args:
-        path: a folder, a tokenizer.json, vocab.txt or SentencePiece model. Without tokenizer_config.json and a
-            config.json that names the model's type, a folder may have only a tokenizer.json, a vocab.txt (BERT's
-            WordPiece, cased if it has capital letters), vocab.json and merges.txt (byte-level BPE of RoBERTa or
-            GPT-2), or a SentencePiece model. What does not exist is a name on the hub.
-        lowercase: treatment of case by BERT's vocab.txt; None to infer it, and to accept one without [PAD] and [MASK].
-    """
-    from transformers import AutoTokenizer, BertTokenizerFast, GPT2TokenizerFast, RobertaTokenizerFast, T5Tokenizer
+        lowercase: treatment of case by a vocab.txt; None to infer it (cased if it has capital letters), and to accept
+            one without [PAD] and [MASK].
 
-    if not path.exists():
-        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-    folder, suffix = (path.parent, path.suffix) if path.is_file() else (path, "")
-    names = {file.name for file in folder.iterdir()}
-    if suffix == ".json" and not ("tokenizer_config.json" in names and path.name == "tokenizer.json"):
-        return _of_one_file(path)
-    is_bare = not suffix and not names & {"tokenizer.json", "tokenizer_config.json"}
-    if suffix == ".txt" or (is_bare and "vocab.txt" in names):
-        vocab = read_wordpiece(path if suffix else folder / "vocab.txt")
-        missing = [piece for piece in _BERT_PIECES[: 3 if lowercase is None else 5] if piece not in vocab]
-        if missing and not suffix and "model_type" in read_config(folder, "config.json"):  # MPNet, ESM
-            return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-        if missing:
-            raise UserError(f"{path} is no WordPiece vocabulary of BERT: it has no line {' and no '.join(missing)}")
-        if lowercase is None:
-            # Uncased ones too have names in brackets with capital letters: [CLS], and <S> in multilingual BERT's.
-            lowercase = all(piece == piece.lower() for piece in vocab if not _BRACKETED.fullmatch(piece))
-            logger.info("%s is read as BERT's %s vocabulary", path, "uncased" if lowercase else "cased")
-        if not suffix and names & {"added_tokens.json", "special_tokens_map.json"}:
-            return BertTokenizerFast.from_pretrained(str(folder), do_lower_case=lowercase)
-        return BertTokenizerFast(vocab=vocab, do_lower_case=lowercase)
-    if suffix not in ("", ".json"):
-        return _of_sentencepiece(path)
-    if "tokenizer_config.json" in names or "model_type" in read_config(folder, "config.json"):
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    if "tokenizer.json" in names:
-        return _of_one_file(folder / "tokenizer.json")
-    if names >= {"vocab.json", "merges.txt"}:
-        vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
-        cls = RobertaTokenizerFast if "<s>" in vocab else GPT2TokenizerFast
-        return cls.from_pretrained(str(folder), trust_remote_code=False)
-    if names.isdisjoint(MODEL_NAMES):
-        raise ValueError("there is no tokenizer_config.json, which tells the kind of tokenizer")
-    return T5Tokenizer.from_pretrained(str(folder)) if "added_tokens.json" in names else _of_sentencepiece(folder)
+    Returns:
+        The tokenizer, with the same tokens and ids as transformers makes of the file, and the token of each role.
+    """
+    if path.suffix == ".txt":
+        names = dict(zip(("unk", "cls", "sep", "pad", "mask"), _BERT_PIECES, strict=True))
+        backend = _read_bert(path, lowercase)
+    else:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+        pieces = backend.get_vocab()
+        found = {role: next(filter(pieces.__contains__, names), None) for role, names in _ROLES.items()}
+        names = {role: name for role, name in found.items() if name is not None}
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    backend.add_special_tokens([name for role, name in names.items() if name not in added])
+    return backend, names
+
+
+def _read_bert(path: Path, lowercase: bool | None) -> tokenizers.Tokenizer:
+    """A vocab.txt with the settings of transformers' BertTokenizer."""
+    vocab = read_wordpiece(path)
+    if missing := [piece for piece in _BERT_PIECES[: 3 if lowercase is None else 5] if piece not in vocab]:
+        raise UserError(f"{path} is no WordPiece vocabulary of BERT: it has no line {' and no '.join(missing)}")
+    if lowercase is None:
+        # Uncased ones too have names in brackets with capital letters: [CLS], and <S> in multilingual BERT's.
+        lowercase = all(piece == piece.lower() for piece in vocab if not _BRACKETED.fullmatch(piece))
+        logger.info("%s is read as BERT's %s vocabulary", path, "uncased" if lowercase else "cased")
+    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
+    backend.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    backend.decoder = tokenizers.decoders.WordPiece()
+    return backend
 
 
 def read_wordpiece(path: Path) -> dict[str, int]:
@@ -363,15 +420,23 @@ def read_wordpiece(path: Path) -> dict[str, int]:
     return vocab
 
 
-def _of_one_file(path: Path) -> PreTrainedTokenizerBase:
-    from transformers import PreTrainedTokenizerFast
+def _other_special(backend: tokenizers.Tokenizer, names: dict[str, str]) -> list[str]:
+    found = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
+    return [name for name in found if name not in names.values()]
 
-    tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    pieces = tokenizer.get_vocab()
-    found = {f"{role}_token": next(filter(pieces.__contains__, names), None) for role, names in _ROLES.items()}
-    others = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
-    extra = [name for name in others if name not in found.values()]
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=extra, **found)
+
+def wrap_file(path: Path, lowercase: bool | None = None) -> PreTrainedTokenizerBase:
+    """Read a single file (see `read_file`) as a tokenizer of transformers."""
+    from transformers import BertTokenizerFast, PreTrainedTokenizerFast
+
+    backend, names = read_file(path, lowercase)
+    if path.suffix == ".txt":
+        vocab = backend.get_vocab(with_added_tokens=False)
+        return BertTokenizerFast(vocab=vocab, do_lower_case=backend.normalizer.lowercase)
+    roles = {f"{role}_token": names.get(role) for role in _ROLES}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, extra_special_tokens=_other_special(backend, names), **roles
+    )
 
 
 def _of_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
@@ -380,21 +445,6 @@ def _of_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
     with tempfile.TemporaryDirectory() as folder, naming(Path(folder)):
         Tokenizer.load(path).save(folder)
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-
-
-def open_pretrained(what: str, path: Path, lowercase: bool | None = None) -> PreTrainedTokenizerBase:
-    """Load a Hugging Face tokenizer by `read_pretrained` and check that it can be used.
-
-    Raises UserError: the tokenizer cannot be loaded, is not a fast tokenizer, or has only special tokens.
-    """
-    remedy = "give the folder that a tokenizer's save_pretrained() wrote, or its tokenizer.json"
-    pretrained = load_pretrained(what, lambda: read_pretrained(path, lowercase), remedy)
-    if pretrained.__class__.__name__ == "ByT5Tokenizer":
-        return pretrained
-    if not pretrained.is_fast:
-        raise UserError(f"{what} is a {type(pretrained).__name__} in Python: give one that has a tokenizer.json")
-    check_words(pretrained, what)
-    return pretrained
 
 
 def pretrained_token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray | None:

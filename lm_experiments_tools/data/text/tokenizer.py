@@ -117,7 +117,7 @@ class Tokenizer(ABC):
             raise UserError(f"vocabulary folder {path} has none of {', '.join((*MODEL_NAMES, *_HF_FILES))}")
         found = _module("sentencepiece_tokenizer:read_model")(path, extra_ids)
         if found is None:
-            found = Tokenizer.of(_module("hf_tokenizer:open_pretrained")(f"vocabulary {path}", path, lowercase), path)
+            found = _module("hf_tokenizer:read_tokenizer")(path, lowercase)
             found._check()
         return found
 
