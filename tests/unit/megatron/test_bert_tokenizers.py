@@ -9,9 +9,9 @@ import pytest
 import tokenizers
 
 from lm_experiments_tools.data.text import hf_tokenizer
-from lm_experiments_tools.data.text.train_vocabulary import train_wordpiece
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.main import main as lmtools
+from lm_experiments_tools.tools.train_vocabulary import train_wordpiece
 from megatron.tokenizers import build_tokenizer
 from tests.helpers.real_data import DATA, lacking
 

@@ -10,9 +10,9 @@ import sentencepiece
 from lm_experiments_tools.data.text.records import Record
 from lm_experiments_tools.data.text.sentencepiece_tokenizer import SentencePieceTokenizer
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
-from lm_experiments_tools.data.text.train_vocabulary import train_vocab
 from lm_experiments_tools.data.tokens.tokenize import TextEncoder
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.tools.train_vocabulary import train_vocab
 from tests.helpers.real_data import DATA, lacking
 from tests.helpers.token_toys import write_jsonl
 from tests.helpers.vocabulary_toys import train_vocabulary

@@ -16,13 +16,13 @@ import sentencepiece
 from lm_experiments_tools.data.text.sentencepiece_tokenizer import SentencePieceTokenizer
 from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
-from lm_experiments_tools.data.text.train_vocabulary import train_vocab
 from lm_experiments_tools.data.tokens import tokenize
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, dataset_exists
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.data.workers import Worker
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.main import main
+from lm_experiments_tools.tools.train_vocabulary import train_vocab
 from tests.helpers import ROOT
 from tests.helpers.token_toys import files, make_texts, write_jsonl
 
