@@ -26,8 +26,8 @@ import numpy as np
 
 from lm_experiments_tools.data.order import permute, stream_key
 from lm_experiments_tools.data.text.records import (
+    BadRecord,
     Record,
-    Rejected,
     RejectedRecords,
     locate,
     no_documents,
@@ -136,7 +136,7 @@ class StreamText:
         listed_in: str | os.PathLike = "",
     ):
         self.plan, self.stream, self.position = plan, stream, position
-        self.rejected: list[Rejected] = []
+        self.rejected: list[BadRecord] = []
         self._text_key, self._counts = text_key, RejectedRecords(max_bad_lines)
         self._counts.path = Path(listed_in)
         self._counts.count = position.rejected
@@ -177,13 +177,13 @@ class StreamText:
                 logger.warning("%s: %s; trying again in %.0f s", where, error, wait)
                 time.sleep(wait)
 
-    def _advance(self, shard: Shard, item: Record | Rejected) -> None:
+    def _advance(self, shard: Shard, item: Record | BadRecord) -> None:
         position, counts = self.position, self._counts
-        if isinstance(item, Rejected) and item.is_empty:
+        if isinstance(item, BadRecord) and item.is_empty:
             counts.num_empty += 1
-        elif position.epoch == 0 and isinstance(item, Rejected):
+        elif position.epoch == 0 and isinstance(item, BadRecord):
             self.rejected.append(located := locate(shard, item))
-            counts.add(located.where, located.reason)
+            counts.add(located)
         self.position = Position(position.epoch, position.shard, position.items + 1, counts.count)
 
 

@@ -14,8 +14,8 @@ import os
 import re
 import tempfile
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -45,7 +45,8 @@ _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _BRACKETED = re.compile(r"\[.*\]|<.*>")
 _PLAIN_PARTS = re.compile(r"[!-/:-@\[-`{-~]|[A-Za-z0-9]+")
-_BERT_PIECES = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")  # for missing ones transformers adds ids at the end
+# All are required, because transformers gives missing ones ids at the end.
+_BERT_TOKENS = {"unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
 _ROLES = {  # of special tokens, and their names
     "pad": ("<pad>", "[PAD]", "<|padding|>"),
     "eos": ("</s>", "<eos>", "[EOS]", "<|endoftext|>", "<|end_of_text|>"),
@@ -56,29 +57,21 @@ _ROLES = {  # of special tokens, and their names
     "mask": MASK_PIECES,
 }
 _SPACE, _BYTE_LEVEL = "\u2581", "\u0120"  # marks of the space before a word: SentencePiece's, byte-level BPE's
-_REMEDY = "give the folder that a tokenizer's save_pretrained() wrote, or its tokenizer.json"
 _UNUSED = ("<unused{}>", "[unused{}]")
 
 
 class HFTokenizer(Tokenizer):
     """A fast tokenizer of Hugging Face."""
 
-    def __init__(
-        self,
-        path: Path,
-        content: str,
-        roles: dict[str, int | None],
-        sentinel_ids: Sequence[int],
-        pretrained: Callable[[], PreTrainedTokenizerBase] | None = None,
-    ) -> None:
+    def __init__(self, path: Path, content: str, roles: Mapping[str, int | None], sentinel_ids: Sequence[int]) -> None:
         self.path, self._content = path, content
-        self._pretrained = pretrained or partial(read_pretrained, path)
         self._settings = settings = json.loads(content)
         self._backend, model = _backend(content), settings["model"]
         self.pieces = self._backend.get_vocab(with_added_tokens=True)
         self.size = max(self.pieces.values()) + 1
         self._is_wordpiece = model["type"] == "WordPiece"
-        self.word_mark = "" if self._is_wordpiece else _word_mark(settings)
+        mark = _word_mark(settings["normalizer"]) or _word_mark(settings["pre_tokenizer"])
+        self.word_mark = "" if self._is_wordpiece else mark
         self.continuation = model["continuing_subword_prefix"] if self._is_wordpiece else ""
         self._set_ids(roles, sentinel_ids, (token["id"] for token in settings["added_tokens"] if token["special"]))
         hidden = _unforgeable(settings, {*self.special_ids.tolist()} - {self.unk_id})
@@ -92,25 +85,21 @@ class HFTokenizer(Tokenizer):
     @classmethod
     def of(cls, pretrained: PreTrainedTokenizerBase, path: Path) -> HFTokenizer:
         roles = {role: getattr(pretrained, f"{role}_token_id") for role in _ROLES}
-        extra = map(str, pretrained.extra_special_tokens)
-        return cls.of_backend(path, pretrained.backend_tokenizer, roles, extra, lambda: pretrained)
+        return cls.of_backend(pretrained.backend_tokenizer, path, roles, map(str, pretrained.extra_special_tokens))
 
     @classmethod
     def of_backend(
-        cls,
-        path: Path,
-        backend: tokenizers.Tokenizer,
-        roles: dict[str, int | None],
-        extra: Iterable[str],
-        pretrained: Callable[[], PreTrainedTokenizerBase],
+        cls, backend: tokenizers.Tokenizer, path: Path, roles: Mapping[str, int | None], extra: Iterable[str]
     ) -> HFTokenizer:
-        """Make a tokenizer of one of the package `tokenizers`; `extra` are its special tokens without a role."""
-        settings = json.loads(backend.to_str())
-        sentinels = _sentinels(backend, extra, {*roles.values()})
-        special = {*roles.values(), *sentinels}
+        """Convert a tokenizer of the package `tokenizers`; `extra` are special tokens without a role."""
+        ids = backend.get_vocab()
+        additional = [ids[name] for name in dict.fromkeys(extra) if name in ids and ids[name] not in roles.values()]
+        sentinels = find_sentinels(ids, is_unigram=isinstance(backend.model, tokenizers.models.Unigram))
+        sentinels = sentinels or max([additional, *(family(ids, name) for name in _UNUSED)], key=len)
+        settings, special = json.loads(backend.to_str()), {*roles.values(), *sentinels}
         for token in settings["added_tokens"]:
             token["special"] = token["special"] or token["id"] in special  # else text could forge it
-        return cls(path, json.dumps(settings), roles, sentinels, pretrained)
+        return cls(path, json.dumps(settings), roles, sentinels)
 
     def _check(self) -> None:
         """Refuse a tokenizer that fails at an unknown character; warn of one that drops it."""
@@ -175,7 +164,7 @@ class HFTokenizer(Tokenizer):
         directory = Path(directory)
         for name in MODEL_NAMES:  # of another tokenizer, which `load` would prefer
             (directory / name).unlink(missing_ok=True)
-        self._pretrained().save_pretrained(str(directory))
+        read_pretrained(self.path, self.lowercase).save_pretrained(str(directory))
         if self._is_wordpiece:
             # An id without a piece belonged to a repeated one; the last piece, whose later line wins, fills its line.
             pieces = {i: piece for piece, i in self._backend.get_vocab(with_added_tokens=False).items()}
@@ -253,25 +242,17 @@ def _encode(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[in
     return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
 
-def _word_mark(settings: dict[str, Any]) -> str:
-    names = {"Metaspace": "replacement", "Prepend": "prepend"}
-    for part in (*_components(settings["normalizer"]), *_components(settings["pre_tokenizer"])):
-        if part["type"] == "ByteLevel":
-            return _BYTE_LEVEL
-        if part["type"] in names:
-            return part[names[part["type"]]]
-        if part["type"] == "Replace" and part["content"] == _SPACE:
-            return _SPACE
-    return ""
-
-
-def _components(settings: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """The parts of a tokenizer's normalizer or pre-tokenizer: the members of a sequence, or the single one."""
-    if settings is not None and settings["type"] == "Sequence":
-        for part in settings.get("normalizers", settings.get("pretokenizers")):
-            yield from _components(part)
-    elif settings is not None:
-        yield settings
+def _word_mark(part: dict[str, Any] | None) -> str:
+    """The mark that a normalizer or pre-tokenizer puts for the space before a word; "" if none."""
+    if part is None:
+        return ""
+    if part["type"] == "Sequence":
+        members = part.get("normalizers", part.get("pretokenizers"))
+        return next((mark for mark in map(_word_mark, members) if mark), "")
+    if part["type"] == "Replace":
+        return _SPACE if part["content"] == _SPACE else ""
+    marks = {"ByteLevel": _BYTE_LEVEL, "Metaspace": part.get("replacement"), "Prepend": part.get("prepend")}
+    return marks.get(part["type"]) or ""
 
 
 def _unforgeable(settings: dict[str, Any], special: set[int]) -> dict[str, Any] | None:
@@ -294,14 +275,6 @@ def _unforgeable(settings: dict[str, Any], special: set[int]) -> dict[str, Any] 
     return {**settings, "model": model, "added_tokens": added}
 
 
-def _sentinels(backend: tokenizers.Tokenizer, extra: Iterable[str], taken: set[int | None]) -> list[int]:
-    """Ids of the sentinel tokens for masked spans, in order (see the top of this file)."""
-    ids = backend.get_vocab()
-    additional = [ids[name] for name in dict.fromkeys(extra) if name in ids and ids[name] not in taken]
-    is_unigram = isinstance(backend.model, tokenizers.models.Unigram)
-    return find_sentinels(ids, is_unigram) or max([additional, *(family(ids, name) for name in _UNUSED)], key=len)
-
-
 # ---- loading --------------------------------------------------------------------------------------------------------
 def load_pretrained(what: str, load: Callable[[], T], remedy: str) -> T:
     """Call a function that loads a model or tokenizer, and turn any exception into a UserError."""
@@ -317,12 +290,12 @@ def load_pretrained(what: str, load: Callable[[], T], remedy: str) -> T:
 def read_tokenizer(path: Path, lowercase: bool | None) -> Tokenizer:
     """Read a tokenizer of Hugging Face or ByT5, one of a single file without transformers; see `Tokenizer.load`."""
     what = f"vocabulary {path}"
+    remedy = "give the folder that a tokenizer's save_pretrained() wrote, or its tokenizer.json"
     if (file := single_file(path)) is not None:
-        backend, names = load_pretrained(what, lambda: read_file(file, lowercase), _REMEDY)
-        roles = {role: backend.token_to_id(names[role]) if role in names else None for role in _ROLES}
-        extra = _other_special(backend, names)
-        return HFTokenizer.of_backend(path, backend, roles, extra, partial(wrap_file, file, lowercase))
-    pretrained = load_pretrained(what, lambda: read_pretrained(path), _REMEDY)
+        backend, names, extra = load_pretrained(what, lambda: _read_file(file, lowercase), remedy)
+        roles = {role: None if name is None else backend.token_to_id(name) for role, name in names.items()}
+        return HFTokenizer.of_backend(backend, path, roles, extra)
+    pretrained = load_pretrained(what, lambda: read_pretrained(path), remedy)
     if pretrained.__class__.__name__ != "ByT5Tokenizer":
         if not pretrained.is_fast:
             raise UserError(f"{what} is a {type(pretrained).__name__} in Python: give one that has a tokenizer.json")
@@ -330,16 +303,27 @@ def read_tokenizer(path: Path, lowercase: bool | None) -> Tokenizer:
     return Tokenizer.of(pretrained, path)
 
 
-def read_pretrained(path: Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer of transformers from a folder or file; what does not exist is a name on the hub."""
-    from transformers import AutoTokenizer
+def read_pretrained(path: Path, lowercase: bool | None = None) -> PreTrainedTokenizerBase:
+    """Load a tokenizer of transformers from a folder or file; what does not exist is a name on the hub.
 
-    if path.is_file() and path.suffix not in (".json", ".txt"):
-        return _of_sentencepiece(path)
-    if path.exists() and (file := single_file(path)) is not None:
-        return wrap_file(file)
-    folder = path.parent if path.is_file() else path
-    return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    Args:
+        lowercase: treatment of case by BERT's vocab.txt; None to infer it: cased if it has capital letters.
+    """
+    from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
+
+    if path.is_file() and path.suffix not in (".json", ".txt"):  # a SentencePiece model
+        with tempfile.TemporaryDirectory() as folder, naming(Path(folder)):
+            Tokenizer.load(path).save(folder)
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if not path.exists() or (file := single_file(path)) is None:
+        folder = path.parent if path.is_file() else path
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    backend, names, extra = _read_file(file, lowercase)
+    if file.suffix == ".txt":
+        vocab = backend.get_vocab(with_added_tokens=False)
+        return BertTokenizerFast(vocab=vocab, do_lower_case=backend.normalizer.lowercase)
+    special = {f"{role}_token": name for role, name in names.items()}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, extra_special_tokens=extra, **special)
 
 
 def single_file(path: Path) -> Path | None:
@@ -367,34 +351,36 @@ def single_file(path: Path) -> Path | None:
     )
 
 
-def read_file(path: Path, lowercase: bool | None = None) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """Read a vocab.txt of BERT's WordPiece, or a tokenizer.json.
+def _read_file(path: Path, lowercase: bool | None) -> tuple[tokenizers.Tokenizer, dict[str, str | None], list[str]]:
+    """The tokenizer of a vocab.txt or tokenizer.json, the token of each role, and its other special tokens.
 
-    Args:
-        lowercase: treatment of case by a vocab.txt; None to infer it (cased if it has capital letters), and to accept
-            one without [PAD] and [MASK].
-
-    Returns:
-        The tokenizer, with the same tokens and ids as transformers makes of the file, and the token of each role.
+    Tokens and ids are those that transformers makes of the file.
     """
     if path.suffix == ".txt":
-        names = dict(zip(("unk", "cls", "sep", "pad", "mask"), _BERT_PIECES, strict=True))
         backend = _read_bert(path, lowercase)
+        names: dict[str, str | None] = dict.fromkeys(_ROLES) | _BERT_TOKENS
     else:
         backend = tokenizers.Tokenizer.from_file(str(path))
         pieces = backend.get_vocab()
-        found = {role: next(filter(pieces.__contains__, names), None) for role, names in _ROLES.items()}
-        names = {role: name for role, name in found.items() if name is not None}
-    added = {token.content for token in backend.get_added_tokens_decoder().values()}
-    backend.add_special_tokens([name for role, name in names.items() if name not in added])
-    return backend, names
+        names = {role: next(filter(pieces.__contains__, known), None) for role, known in _ROLES.items()}
+    added = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
+    backend.add_special_tokens([name for name in names.values() if name is not None and name not in added])
+    return backend, names, [name for name, is_special in added.items() if is_special and name not in names.values()]
 
 
 def _read_bert(path: Path, lowercase: bool | None) -> tokenizers.Tokenizer:
-    """A vocab.txt with the settings of transformers' BertTokenizer."""
-    vocab = read_wordpiece(path)
-    if missing := [piece for piece in _BERT_PIECES[: 3 if lowercase is None else 5] if piece not in vocab]:
+    """The tokenizer of a vocab.txt, with the settings of transformers' BertTokenizer."""
+    try:
+        lines = path.read_bytes().decode("utf-8-sig").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"the vocabulary {path} is not UTF-8 text (byte {error.start}); give a vocab.txt") from None
+    pieces = [line.removesuffix("\r") for line in lines]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    if missing := [piece for piece in _BERT_TOKENS.values() if piece not in vocab]:
         raise UserError(f"{path} is no WordPiece vocabulary of BERT: it has no line {' and no '.join(missing)}")
+    if len(vocab) < len(pieces):
+        twice = next(piece for index, piece in enumerate(pieces) if vocab[piece] != index)
+        logger.warning("%s names %r twice; the last line counts, as in transformers", path, twice)
     if lowercase is None:
         # Uncased ones too have names in brackets with capital letters: [CLS], and <S> in multilingual BERT's.
         lowercase = all(piece == piece.lower() for piece in vocab if not _BRACKETED.fullmatch(piece))
@@ -404,47 +390,6 @@ def _read_bert(path: Path, lowercase: bool | None) -> tokenizers.Tokenizer:
     backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     backend.decoder = tokenizers.decoders.WordPiece()
     return backend
-
-
-def read_wordpiece(path: Path) -> dict[str, int]:
-    """Read a vocab.txt: the id of each subword is its line, from 0. Raises UserError if it is not UTF-8 text."""
-    try:
-        lines = path.read_bytes().decode("utf-8-sig").removesuffix("\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"the vocabulary {path} is not UTF-8 text (byte {error.start}); give a vocab.txt") from None
-    pieces = [line.removesuffix("\r") for line in lines]
-    vocab = {piece: index for index, piece in enumerate(pieces)}
-    if len(vocab) < len(pieces):
-        twice = next(piece for index, piece in enumerate(pieces) if vocab[piece] != index)
-        logger.warning("%s names %r twice; the last line counts, as in transformers", path, twice)
-    return vocab
-
-
-def _other_special(backend: tokenizers.Tokenizer, names: dict[str, str]) -> list[str]:
-    found = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
-    return [name for name in found if name not in names.values()]
-
-
-def wrap_file(path: Path, lowercase: bool | None = None) -> PreTrainedTokenizerBase:
-    """Read a single file (see `read_file`) as a tokenizer of transformers."""
-    from transformers import BertTokenizerFast, PreTrainedTokenizerFast
-
-    backend, names = read_file(path, lowercase)
-    if path.suffix == ".txt":
-        vocab = backend.get_vocab(with_added_tokens=False)
-        return BertTokenizerFast(vocab=vocab, do_lower_case=backend.normalizer.lowercase)
-    roles = {f"{role}_token": names.get(role) for role in _ROLES}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, extra_special_tokens=_other_special(backend, names), **roles
-    )
-
-
-def _of_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    with tempfile.TemporaryDirectory() as folder, naming(Path(folder)):
-        Tokenizer.load(path).save(folder)
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def pretrained_token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray | None:

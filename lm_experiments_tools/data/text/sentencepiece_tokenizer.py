@@ -63,8 +63,9 @@ def read_model(path: Path, extra_ids: int | None) -> SentencePieceTokenizer | No
     if model is None:
         return None
     if extra_ids is None:  # as many as the T5 tokenizer in this folder adds
-        named = [text for text in _extra_tokens(config) if text.startswith("<extra_id_")] if is_t5 else []
-        extra_ids = (config.get("extra_ids") if is_t5 else 0) or len(named) or DEFAULT_EXTRA_IDS
+        config = config if is_t5 else {}
+        named = [text for text in _extra_tokens(config) if text.startswith("<extra_id_")]
+        extra_ids = config.get("extra_ids") or len(named) or DEFAULT_EXTRA_IDS
     found = SentencePieceTokenizer(model, model.read_bytes(), extra_ids)
     if path.is_dir() and (other := _other_tokens(path, config, found)):
         logger.info("%s is read by AutoTokenizer: %s is not all of it, but lacks %s", path, model.name, other[:3])
@@ -192,6 +193,9 @@ class SentencePieceTokenizer(Tokenizer):
             (directory / name).unlink(missing_ok=True)
         # From the folder: T5Tokenizer(vocab_file=...) ignores the file and builds a vocabulary of 104 tokens.
         tokenizer = T5Tokenizer.from_pretrained(str(directory))
+        if model.trainer_spec.byte_fallback:
+            (directory / "spiece.model").unlink()
+            tokenizer = self._with_bytes(tokenizer)
         if difference := self._difference(tokenizer):
             raise UserError(
                 f"vocabulary {self.path} cannot be saved as a T5Tokenizer, {difference}: give the folder or the "
@@ -219,6 +223,20 @@ class SentencePieceTokenizer(Tokenizer):
             if sorted(ids) != sorted(expected):
                 return f"which encodes {text!r} as {ids[:8]}, not {expected[:8]}"
         return ""
+
+    def _with_bytes(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+        """T5Tokenizer with the bytes by which mT5's model encodes unknown characters, and T5Tokenizer does not."""
+        from tokenizers import decoders, models
+        from transformers import PreTrainedTokenizerFast
+
+        backend = tokenizer.backend_tokenizer
+        vocab = [(piece, score) for piece, score in json.loads(backend.to_str())["model"]["vocab"]]
+        backend.model = models.Unigram(vocab, self.unk_id, byte_fallback=True)
+        joined = decoders.Replace(self.word_mark, " "), decoders.ByteFallback(), decoders.Fuse()
+        backend.decoder = decoders.Sequence([*joined, decoders.Strip(" ", 1, 0)])
+        roles = {f"{role}_token": getattr(tokenizer, f"{role}_token") for role in ("pad", "eos", "unk")}
+        extra = list(tokenizer.extra_special_tokens)
+        return PreTrainedTokenizerFast(tokenizer_object=backend, extra_special_tokens=extra, **roles)
 
 
 def _parse_model(path: Path, content: bytes) -> Any:
