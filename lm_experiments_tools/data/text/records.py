@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TextIO, TypeVar
 
 from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text.sources import (
+    BOM,
     PythonRows,
     Shard,
     endings,
@@ -49,7 +50,6 @@ _NO_LIST = "a JSON list, not an object: write one object a line (jq -c '.[]' tex
 _NO_LINES = "a JSON object over several lines: write each object on one line, or a list of them"
 _NOT_UTF8 = 'not UTF-8: save the file as UTF-8 (in a spreadsheet program as "CSV UTF-8")'
 _LOGGED = 10  # rejected rows of fine-tuning data that are named one by one
-_BOM = b"\xef\xbb\xbf"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_COUNTED_BYTES = 256 << 20  # read to number a line: a fraction of a second
 _EXCERPT = 1000  # characters of a rejected record in the list, enough to recognise it
@@ -483,7 +483,7 @@ def read_lines(shard: Shard) -> Iterator[tuple[int, bytes]]:
                 if len(line) > limit and not line.endswith(b"\n"):
                     skip_line(file)
                     position = file.tell()
-                yield number, line.removeprefix(_BOM) if is_first else line
+                yield number, line.removeprefix(BOM) if is_first else line
                 if shard.end is not None and position >= shard.end:  # beyond it where the file has changed
                     break
     except EOFError as error:

@@ -39,6 +39,7 @@ from lm_experiments_tools.files import hash_of_ends, human_bytes, read_json
 
 logger = logging.getLogger(__name__)
 
+BOM = b"\xef\xbb\xbf"
 _OPEN = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 COMPRESSIONS = (*_OPEN, ".zst")
 _KINDS = {
@@ -139,7 +140,7 @@ def content_of(shards: Sequence[Shard]) -> list[Any]:
 
 
 def datasets_of(shards: Sequence[Shard]) -> list[str]:
-    """Return the names of the Hugging Face datasets that the given shards (parts of the text) belong to."""
+    """Return the names of the Hugging Face datasets that shards belong to."""
     return list(dict.fromkeys(shard.path for shard in shards if shard.kind == "dataset"))
 
 
@@ -169,10 +170,7 @@ def skip_line(file: BinaryIO) -> bool:
 
 
 def endings(path: str) -> tuple[str, str]:
-    """Return the two suffixes of a file name in lower case, its format and its compression.
-
-    They are (".jsonl", ".gz") for data.JSONL.gz.
-    """
+    """Return the format and the compression of a file by its name: (".jsonl", ".gz") for data.JSONL.gz."""
     stem, last = os.path.splitext(os.path.basename(path).lower())
     return (os.path.splitext(stem)[1], last) if last in COMPRESSIONS else (last, "")
 
@@ -188,11 +186,8 @@ def kind_of(path: str) -> str:
         raise UserError(f"{path} is compressed by zstd, which pyarrow reads: pip install pyarrow, or decompress it")
     if kind == "dataset" and compression:
         return ""
-    return "list" if suffix == ".json" and _begins_list(path) else kind
-
-
-def _begins_list(path: str) -> bool:
-    return _head(path, 1024).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+    is_list = suffix == ".json" and _head(path, 1024).removeprefix(BOM).lstrip().startswith(b"[")
+    return "list" if is_list else kind
 
 
 def _head(path: str, size: int) -> bytes:
@@ -383,10 +378,7 @@ class PythonRows(str):
 
 
 def as_source(value: Any, name: str) -> str:
-    """Convert a data setting, a path or rows in memory, to a string: the path or `PythonRows`.
-
-    Raises UserError: the value has another type.
-    """
+    """Convert a data setting to a string: the path, or `PythonRows`. Raises UserError for another type."""
     if isinstance(value, str | os.PathLike):
         return value if isinstance(value, str) else os.fspath(value)
     if not isinstance(value, Iterable) and not hasattr(value, "__getitem__"):
