@@ -291,7 +291,7 @@ def read_tokenizer(path: Path, lowercase: bool | None) -> Tokenizer:
     """Read a tokenizer of Hugging Face or ByT5, one of a single file without transformers; see `Tokenizer.load`."""
     what = f"vocabulary {path}"
     remedy = "give the folder that a tokenizer's save_pretrained() wrote, or its tokenizer.json"
-    if (file := single_file(path)) is not None:
+    if (file := _single_file(path)) is not None:
         backend, names, extra = load_pretrained(what, lambda: _read_file(file, lowercase), remedy)
         roles = {role: None if name is None else backend.token_to_id(name) for role, name in names.items()}
         return HFTokenizer.of_backend(backend, path, roles, extra)
@@ -315,7 +315,7 @@ def read_pretrained(path: Path, lowercase: bool | None = None) -> PreTrainedToke
         with tempfile.TemporaryDirectory() as folder, naming(Path(folder)):
             Tokenizer.load(path).save(folder)
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    if not path.exists() or (file := single_file(path)) is None:
+    if not path.exists() or (file := _single_file(path)) is None:
         folder = path.parent if path.is_file() else path
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     backend, names, extra = _read_file(file, lowercase)
@@ -326,7 +326,7 @@ def read_pretrained(path: Path, lowercase: bool | None = None) -> PreTrainedToke
     return PreTrainedTokenizerFast(tokenizer_object=backend, extra_special_tokens=extra, **special)
 
 
-def single_file(path: Path) -> Path | None:
+def _single_file(path: Path) -> Path | None:
     """The vocab.txt or tokenizer.json that is the whole tokenizer; None for a folder that AutoTokenizer reads.
 
     Raises UserError: the files of a folder do not tell the kind of tokenizer.
