@@ -46,7 +46,7 @@ def run(args: VocabArgs) -> None:
         raise UserError(
             f"--output {args.output} exists, and models may depend on it: name another, or give --overwrite."
         )
-    from lm_experiments_tools.data.text.train_vocabulary import train_vocab, train_wordpiece
+    from lm_experiments_tools.tools.train_vocabulary import train_vocab, train_wordpiece
 
     start = time.perf_counter()
     sample = {"text_key": args.text_key, "sample_bytes": int(args.sample_megabytes * 1e6)}

@@ -26,8 +26,8 @@ import numpy as np
 
 from lm_experiments_tools.data.order import permute, stream_key
 from lm_experiments_tools.data.text.records import (
+    BadRecord,
     Record,
-    Rejected,
     RejectedRecords,
     locate,
     no_documents,
@@ -143,7 +143,7 @@ class StreamText:
 
     def __init__(self, settings: ChunkSettings, stream: int, position: Position):
         self.position = position
-        self.rejected: list[Rejected] = []
+        self.rejected: list[BadRecord] = []
         self._key, self._counts = settings.encoder.key, RejectedRecords(settings.max_bad_lines)
         self._counts.path, self._counts.count = rejected_path(settings.folder), position.rejected
         self.documents = self._read(settings.plan, stream)
@@ -184,13 +184,13 @@ class StreamText:
                 logger.warning("%s: %s; trying again in %.0f s", where, error, wait)
                 time.sleep(wait)
 
-    def _advance(self, shard: Shard, item: Record | Rejected) -> None:
+    def _advance(self, shard: Shard, item: Record | BadRecord) -> None:
         position, counts = self.position, self._counts
-        if isinstance(item, Rejected) and item.is_empty:
+        if isinstance(item, BadRecord) and item.is_empty:
             counts.num_empty += 1
-        elif position.epoch == 0 and isinstance(item, Rejected):
+        elif position.epoch == 0 and isinstance(item, BadRecord):
             self.rejected.append(located := locate(shard, item))
-            counts.add(located.where, located.reason)
+            counts.add(located)
         self.position = Position(position.epoch, position.shard, position.items + 1, counts.count)
 
 

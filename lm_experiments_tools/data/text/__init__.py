@@ -1,1 +1,1 @@
-"""Raw text and vocabularies: reading documents from files and datasets, training and using a vocabulary."""
+"""Raw text and tokenizers: documents of files and datasets, and their ids."""

@@ -14,7 +14,7 @@ import os
 import re
 import tempfile
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -45,7 +45,8 @@ _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _BRACKETED = re.compile(r"\[.*\]|<.*>")
 _PLAIN_PARTS = re.compile(r"[!-/:-@\[-`{-~]|[A-Za-z0-9]+")
-_BERT_PIECES = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")  # for missing ones transformers adds ids at the end
+# All are required, because transformers gives missing ones ids at the end.
+_BERT_TOKENS = {"unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
 _ROLES = {  # of special tokens, and their names
     "pad": ("<pad>", "[PAD]", "<|padding|>"),
     "eos": ("</s>", "<eos>", "[EOS]", "<|endoftext|>", "<|end_of_text|>"),
@@ -62,21 +63,15 @@ _UNUSED = ("<unused{}>", "[unused{}]")
 class HFTokenizer(Tokenizer):
     """A fast tokenizer of Hugging Face."""
 
-    def __init__(
-        self,
-        path: Path,
-        content: str,
-        roles: dict[str, int | None],
-        sentinel_ids: Sequence[int],
-        pretrained: PreTrainedTokenizerBase | None = None,
-    ) -> None:
-        self.path, self._content, self._pretrained = path, content, pretrained
+    def __init__(self, path: Path, content: str, roles: Mapping[str, int | None], sentinel_ids: Sequence[int]) -> None:
+        self.path, self._content = path, content
         self._settings = settings = json.loads(content)
         self._backend, model = _backend(content), settings["model"]
         self.pieces = self._backend.get_vocab(with_added_tokens=True)
         self.size = max(self.pieces.values()) + 1
         self._is_wordpiece = model["type"] == "WordPiece"
-        self.word_mark = "" if self._is_wordpiece else _word_mark(settings)
+        mark = _word_mark(settings["normalizer"]) or _word_mark(settings["pre_tokenizer"])
+        self.word_mark = "" if self._is_wordpiece else mark
         self.continuation = model["continuing_subword_prefix"] if self._is_wordpiece else ""
         self._set_ids(roles, sentinel_ids, (token["id"] for token in settings["added_tokens"] if token["special"]))
         hidden = _unforgeable(settings, {*self.special_ids.tolist()} - {self.unk_id})
@@ -89,13 +84,22 @@ class HFTokenizer(Tokenizer):
 
     @classmethod
     def of(cls, pretrained: PreTrainedTokenizerBase, path: Path) -> HFTokenizer:
-        settings = json.loads(pretrained.backend_tokenizer.to_str())
         roles = {role: getattr(pretrained, f"{role}_token_id") for role in _ROLES}
-        sentinels = _sentinels(pretrained, {*roles.values()})
-        special = {*roles.values(), *sentinels}
+        return cls.of_backend(pretrained.backend_tokenizer, path, roles, map(str, pretrained.extra_special_tokens))
+
+    @classmethod
+    def of_backend(
+        cls, backend: tokenizers.Tokenizer, path: Path, roles: Mapping[str, int | None], extra: Iterable[str]
+    ) -> HFTokenizer:
+        """Convert a tokenizer of the package `tokenizers`; `extra` are special tokens without a role."""
+        ids = backend.get_vocab()
+        additional = [ids[name] for name in dict.fromkeys(extra) if name in ids and ids[name] not in roles.values()]
+        sentinels = find_sentinels(ids, is_unigram=isinstance(backend.model, tokenizers.models.Unigram))
+        sentinels = sentinels or max([additional, *(family(ids, name) for name in _UNUSED)], key=len)
+        settings, special = json.loads(backend.to_str()), {*roles.values(), *sentinels}
         for token in settings["added_tokens"]:
             token["special"] = token["special"] or token["id"] in special  # else text could forge it
-        return cls(path, json.dumps(settings), roles, sentinels, pretrained)
+        return cls(path, json.dumps(settings), roles, sentinels)
 
     def _check(self) -> None:
         """Refuse a tokenizer that fails at an unknown character; warn of one that drops it."""
@@ -160,8 +164,7 @@ class HFTokenizer(Tokenizer):
         directory = Path(directory)
         for name in MODEL_NAMES:  # of another tokenizer, which `load` would prefer
             (directory / name).unlink(missing_ok=True)
-        pretrained = self._pretrained or read_pretrained(self.path)
-        pretrained.save_pretrained(str(directory))
+        read_pretrained(self.path, self.lowercase).save_pretrained(str(directory))
         if self._is_wordpiece:
             # An id without a piece belonged to a repeated one; the last piece, whose later line wins, fills its line.
             pieces = {i: piece for piece, i in self._backend.get_vocab(with_added_tokens=False).items()}
@@ -239,25 +242,17 @@ def _encode(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[in
     return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
 
-def _word_mark(settings: dict[str, Any]) -> str:
-    names = {"Metaspace": "replacement", "Prepend": "prepend"}
-    for part in (*_components(settings["normalizer"]), *_components(settings["pre_tokenizer"])):
-        if part["type"] == "ByteLevel":
-            return _BYTE_LEVEL
-        if part["type"] in names:
-            return part[names[part["type"]]]
-        if part["type"] == "Replace" and part["content"] == _SPACE:
-            return _SPACE
-    return ""
-
-
-def _components(settings: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """The parts of a tokenizer's normalizer or pre-tokenizer: the members of a sequence, or the single one."""
-    if settings is not None and settings["type"] == "Sequence":
-        for part in settings.get("normalizers", settings.get("pretokenizers")):
-            yield from _components(part)
-    elif settings is not None:
-        yield settings
+def _word_mark(part: dict[str, Any] | None) -> str:
+    """The mark that a normalizer or pre-tokenizer puts for the space before a word; "" if none."""
+    if part is None:
+        return ""
+    if part["type"] == "Sequence":
+        members = part.get("normalizers", part.get("pretokenizers"))
+        return next((mark for mark in map(_word_mark, members) if mark), "")
+    if part["type"] == "Replace":
+        return _SPACE if part["content"] == _SPACE else ""
+    marks = {"ByteLevel": _BYTE_LEVEL, "Metaspace": part.get("replacement"), "Prepend": part.get("prepend")}
+    return marks.get(part["type"]) or ""
 
 
 def _unforgeable(settings: dict[str, Any], special: set[int]) -> dict[str, Any] | None:
@@ -280,16 +275,7 @@ def _unforgeable(settings: dict[str, Any], special: set[int]) -> dict[str, Any] 
     return {**settings, "model": model, "added_tokens": added}
 
 
-def _sentinels(pretrained: PreTrainedTokenizerBase, taken: set[int | None]) -> list[int]:
-    """Ids of the sentinel tokens for masked spans, in order (see the top of this file)."""
-    ids = pretrained.get_vocab()
-    additional = [ids[str(token)] for token in pretrained.extra_special_tokens if str(token) in ids]
-    additional = [index for index in dict.fromkeys(additional) if index not in taken]
-    is_unigram = type(pretrained.backend_tokenizer.model).__name__ == "Unigram"
-    return find_sentinels(ids, is_unigram) or max([additional, *(family(ids, name) for name in _UNUSED)], key=len)
-
-
-# ---- loading with transformers --------------------------------------------------------------------------------------
+# ---- loading --------------------------------------------------------------------------------------------------------
 def load_pretrained(what: str, load: Callable[[], T], remedy: str) -> T:
     """Call a function that loads a model or tokenizer, and turn any exception into a UserError."""
     try:
@@ -301,100 +287,109 @@ def load_pretrained(what: str, load: Callable[[], T], remedy: str) -> T:
         raise UserError(f"{what} cannot be loaded ({type(error).__name__}): {reason}; {remedy}") from error
 
 
+def read_tokenizer(path: Path, lowercase: bool | None) -> Tokenizer:
+    """Read a tokenizer of Hugging Face or ByT5, one of a single file without transformers; see `Tokenizer.load`."""
+    what = f"vocabulary {path}"
+    remedy = "give the folder that a tokenizer's save_pretrained() wrote, or its tokenizer.json"
+    if (file := _single_file(path)) is not None:
+        backend, names, extra = load_pretrained(what, lambda: _read_file(file, lowercase), remedy)
+        roles = {role: None if name is None else backend.token_to_id(name) for role, name in names.items()}
+        return HFTokenizer.of_backend(backend, path, roles, extra)
+    pretrained = load_pretrained(what, lambda: read_pretrained(path), remedy)
+    if pretrained.__class__.__name__ != "ByT5Tokenizer":
+        if not pretrained.is_fast:
+            raise UserError(f"{what} is a {type(pretrained).__name__} in Python: give one that has a tokenizer.json")
+        check_words(pretrained, what)
+    return Tokenizer.of(pretrained, path)
+
+
 def read_pretrained(path: Path, lowercase: bool | None = None) -> PreTrainedTokenizerBase:
-    """Load a tokenizer as AutoTokenizer does, and from files that it does not read alone.
+    """Load a tokenizer of transformers from a folder or file; what does not exist is a name on the hub.
 
     Args:
-        path: a folder, a tokenizer.json, vocab.txt or SentencePiece model. Without tokenizer_config.json and a
-            config.json that names the model's type, a folder may have only a tokenizer.json, a vocab.txt (BERT's
-            WordPiece, cased if it has capital letters), vocab.json and merges.txt (byte-level BPE of RoBERTa or
-            GPT-2), or a SentencePiece model. What does not exist is a name on the hub.
-        lowercase: treatment of case by BERT's vocab.txt; None to infer it, and to accept one without [PAD] and [MASK].
+        lowercase: treatment of case by BERT's vocab.txt; None to infer it: cased if it has capital letters.
     """
-    from transformers import AutoTokenizer, BertTokenizerFast, GPT2TokenizerFast, RobertaTokenizerFast, T5Tokenizer
+    from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
 
-    if not path.exists():
-        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-    folder, suffix = (path.parent, path.suffix) if path.is_file() else (path, "")
-    names = {file.name for file in folder.iterdir()}
-    if suffix == ".json" and not ("tokenizer_config.json" in names and path.name == "tokenizer.json"):
-        return _of_one_file(path)
-    is_bare = not suffix and not names & {"tokenizer.json", "tokenizer_config.json"}
-    if suffix == ".txt" or (is_bare and "vocab.txt" in names):
-        vocab = read_wordpiece(path if suffix else folder / "vocab.txt")
-        missing = [piece for piece in _BERT_PIECES[: 3 if lowercase is None else 5] if piece not in vocab]
-        if missing and not suffix and "model_type" in read_config(folder, "config.json"):  # MPNet, ESM
-            return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-        if missing:
-            raise UserError(f"{path} is no WordPiece vocabulary of BERT: it has no line {' and no '.join(missing)}")
-        if lowercase is None:
-            # Uncased ones too have names in brackets with capital letters: [CLS], and <S> in multilingual BERT's.
-            lowercase = all(piece == piece.lower() for piece in vocab if not _BRACKETED.fullmatch(piece))
-            logger.info("%s is read as BERT's %s vocabulary", path, "uncased" if lowercase else "cased")
-        if not suffix and names & {"added_tokens.json", "special_tokens_map.json"}:
-            return BertTokenizerFast.from_pretrained(str(folder), do_lower_case=lowercase)
-        return BertTokenizerFast(vocab=vocab, do_lower_case=lowercase)
-    if suffix not in ("", ".json"):
-        return _of_sentencepiece(path)
-    if "tokenizer_config.json" in names or "model_type" in read_config(folder, "config.json"):
+    if path.is_file() and path.suffix not in (".json", ".txt"):  # a SentencePiece model
+        with tempfile.TemporaryDirectory() as folder, naming(Path(folder)):
+            Tokenizer.load(path).save(folder)
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if not path.exists() or (file := _single_file(path)) is None:
+        folder = path.parent if path.is_file() else path
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    backend, names, extra = _read_file(file, lowercase)
+    if file.suffix == ".txt":
+        vocab = backend.get_vocab(with_added_tokens=False)
+        return BertTokenizerFast(vocab=vocab, do_lower_case=backend.normalizer.lowercase)
+    special = {f"{role}_token": name for role, name in names.items()}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, extra_special_tokens=extra, **special)
+
+
+def _single_file(path: Path) -> Path | None:
+    """The vocab.txt or tokenizer.json that is the whole tokenizer; None for a folder that AutoTokenizer reads.
+
+    Raises UserError: the files of a folder do not tell the kind of tokenizer.
+    """
+    folder = path.parent if path.is_file() else path
+    names = {file.name for file in folder.iterdir()}
+    if path.is_file() and not (path.name == "tokenizer.json" and "tokenizer_config.json" in names):
+        return path
+    if "tokenizer_config.json" in names:
+        return None
+    kind = read_config(folder, "config.json").get("model_type")
+    # AutoTokenizer would read BERT's vocab.txt in lower case, whether it has capital letters or not.
+    if kind in (None, "bert") and "vocab.txt" in names and names.isdisjoint(("tokenizer.json", "added_tokens.json")):
+        return folder / "vocab.txt"
+    if kind is not None:
+        return None
     if "tokenizer.json" in names:
-        return _of_one_file(folder / "tokenizer.json")
-    if names >= {"vocab.json", "merges.txt"}:
-        vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
-        cls = RobertaTokenizerFast if "<s>" in vocab else GPT2TokenizerFast
-        return cls.from_pretrained(str(folder), trust_remote_code=False)
-    if names.isdisjoint(MODEL_NAMES):
-        raise ValueError("there is no tokenizer_config.json, which tells the kind of tokenizer")
-    return T5Tokenizer.from_pretrained(str(folder)) if "added_tokens.json" in names else _of_sentencepiece(folder)
+        return folder / "tokenizer.json"
+    raise UserError(
+        f"{folder} has no tokenizer_config.json, which tells the kind of tokenizer: give a folder that "
+        "save_pretrained() wrote, or name its .model file, vocab.txt or tokenizer.json"
+    )
 
 
-def read_wordpiece(path: Path) -> dict[str, int]:
-    """Read a vocab.txt: the id of each subword is its line, from 0. Raises UserError if it is not UTF-8 text."""
+def _read_file(path: Path, lowercase: bool | None) -> tuple[tokenizers.Tokenizer, dict[str, str | None], list[str]]:
+    """The tokenizer of a vocab.txt or tokenizer.json, the token of each role, and its other special tokens.
+
+    Tokens and ids are those that transformers makes of the file.
+    """
+    if path.suffix == ".txt":
+        backend = _read_bert(path, lowercase)
+        names: dict[str, str | None] = dict.fromkeys(_ROLES) | _BERT_TOKENS
+    else:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+        pieces = backend.get_vocab()
+        names = {role: next(filter(pieces.__contains__, known), None) for role, known in _ROLES.items()}
+    added = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
+    backend.add_special_tokens([name for name in names.values() if name is not None and name not in added])
+    return backend, names, [name for name, is_special in added.items() if is_special and name not in names.values()]
+
+
+def _read_bert(path: Path, lowercase: bool | None) -> tokenizers.Tokenizer:
+    """The tokenizer of a vocab.txt, with the settings of transformers' BertTokenizer."""
     try:
         lines = path.read_bytes().decode("utf-8-sig").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"the vocabulary {path} is not UTF-8 text (byte {error.start}); give a vocab.txt") from None
     pieces = [line.removesuffix("\r") for line in lines]
     vocab = {piece: index for index, piece in enumerate(pieces)}
+    if missing := [piece for piece in _BERT_TOKENS.values() if piece not in vocab]:
+        raise UserError(f"{path} is no WordPiece vocabulary of BERT: it has no line {' and no '.join(missing)}")
     if len(vocab) < len(pieces):
         twice = next(piece for index, piece in enumerate(pieces) if vocab[piece] != index)
         logger.warning("%s names %r twice; the last line counts, as in transformers", path, twice)
-    return vocab
-
-
-def _of_one_file(path: Path) -> PreTrainedTokenizerBase:
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    pieces = tokenizer.get_vocab()
-    found = {f"{role}_token": next(filter(pieces.__contains__, names), None) for role, names in _ROLES.items()}
-    others = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
-    extra = [name for name in others if name not in found.values()]
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=extra, **found)
-
-
-def _of_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    with tempfile.TemporaryDirectory() as folder, naming(Path(folder)):
-        Tokenizer.load(path).save(folder)
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-
-
-def open_pretrained(what: str, path: Path, lowercase: bool | None = None) -> PreTrainedTokenizerBase:
-    """Load a Hugging Face tokenizer by `read_pretrained` and check that it can be used.
-
-    Raises UserError: the tokenizer cannot be loaded, is not a fast tokenizer, or has only special tokens.
-    """
-    remedy = "give the folder that a tokenizer's save_pretrained() wrote, or its tokenizer.json"
-    pretrained = load_pretrained(what, lambda: read_pretrained(path, lowercase), remedy)
-    if pretrained.__class__.__name__ == "ByT5Tokenizer":
-        return pretrained
-    if not pretrained.is_fast:
-        raise UserError(f"{what} is a {type(pretrained).__name__} in Python: give one that has a tokenizer.json")
-    check_words(pretrained, what)
-    return pretrained
+    if lowercase is None:
+        # Uncased ones too have names in brackets with capital letters: [CLS], and <S> in multilingual BERT's.
+        lowercase = all(piece == piece.lower() for piece in vocab if not _BRACKETED.fullmatch(piece))
+        logger.info("%s is read as BERT's %s vocabulary", path, "uncased" if lowercase else "cased")
+    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
+    backend.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    backend.decoder = tokenizers.decoders.WordPiece()
+    return backend
 
 
 def pretrained_token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray | None:

@@ -9,9 +9,8 @@
 | text, lines | a document: the lines between blank lines, or each line |
 | dataset | a row of a Hugging Face dataset; numbers of classes become their names |
 
-`rows` yields rows of fine-tuning data, and `read_shard` texts of a corpus. A row that cannot be used becomes a
-`Rejected`: it has broken JSON, lacks the text key, has invalid UTF-8, or the like. Rows with an empty text or null are
-dropped and not limited.
+`rows` yields rows of fine-tuning data, and `read_shard` texts of a corpus. A row that cannot be used is a `BadRecord`:
+it has broken JSON, lacks the text key, has invalid UTF-8, or the like. Empty texts and null are dropped without limit.
 """
 
 import csv
@@ -27,10 +26,11 @@ from typing import Any, NamedTuple, TextIO, TypeVar
 
 from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text.sources import (
+    BOM,
     PythonRows,
     Shard,
     endings,
-    kind_of,
+    files_of,
     list_inputs,
     open_decompressed,
     plan_shards,
@@ -50,36 +50,9 @@ _NO_LIST = "a JSON list, not an object: write one object a line (jq -c '.[]' tex
 _NO_LINES = "a JSON object over several lines: write each object on one line, or a list of them"
 _NOT_UTF8 = 'not UTF-8: save the file as UTF-8 (in a spreadsheet program as "CSV UTF-8")'
 _LOGGED = 10  # rejected rows of fine-tuning data that are named one by one
-_BOM = b"\xef\xbb\xbf"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_COUNTED_BYTES = 256 << 20  # read to number a line: a fraction of a second
 _EXCERPT = 1000  # characters of a rejected record in the list, enough to recognise it
-
-
-class BadRecord(Exception):
-    """Error with the reason why one record of the text cannot be used. The record is then skipped and counted."""
-
-    def __init__(self, reason: str, is_empty: bool = False):
-        super().__init__(reason)
-        self.is_empty = is_empty
-
-
-class Rejected(NamedTuple):
-    """A record that cannot be used, with its position (see `Record`) and the reason."""
-
-    path: str
-    line: int
-    reason: str
-    content: str = ""
-    is_empty: bool = False
-
-    @property
-    def where(self) -> str:
-        return f"{self.path}:{self.line}" if self.line else self.path
-
-    def to_json(self) -> str:
-        """Return this rejected record as a line of the JSON-lines file that lists all of them."""
-        return json.dumps({"file": self.path, "line": self.line, "reason": self.reason, "content": self.content})
 
 
 class Record(NamedTuple):
@@ -101,9 +74,25 @@ class Record(NamedTuple):
     def where(self) -> str:
         return f"{self.path}:{self.line}" if self.line else self.path
 
-    def rejected(self, error: BadRecord) -> Rejected:
-        """Return the `Rejected` that reports this record as unusable, with the error as its reason."""
-        return Rejected(self.path, self.line, str(error), excerpt(self.raw), error.is_empty)
+
+class BadRecord(Exception):
+    """A record that cannot be used: the reason and, as of a `Record`, the position. It is skipped and counted."""
+
+    def __init__(self, reason: str, is_empty: bool = False, path: str = "", line: int = 0, content: str = ""):
+        super().__init__(reason)
+        self.is_empty, self.path, self.line, self.content = is_empty, path, line, content
+
+    @property
+    def where(self) -> str:
+        return Record(None, self.path, self.line).where
+
+    def at(self, record: Record) -> "BadRecord":
+        """Return this error with the position of a record."""
+        return BadRecord(str(self), self.is_empty, record.path, record.line, excerpt(record.raw))
+
+    def to_json(self) -> str:
+        """Return this record as a line of the JSON-lines file that lists all of them."""
+        return json.dumps({"file": self.path, "line": self.line, "reason": str(self), "content": self.content})
 
 
 class TooManyRejected(UserError):
@@ -132,36 +121,30 @@ class RejectedRecords:
         if self.path is not None:
             self.path.unlink(missing_ok=True)
 
-    def add(self, where: str, reason: str) -> None:
-        """Count a record that cannot be used, at the position "file:line". Raises TooManyRejected above the limit."""
-        self.count += 1
-        self.first = self.first or f"{where}: {reason}"
-        self._lacks_key = self._lacks_key or reason.startswith(_NO_KEY) or f" {_OF_TYPE} " in reason
-        if self.count > self.limit:
-            raise self.error()
-        if self._of_rows and not self._quiet and self.count <= _LOGGED:
-            logger.warning("left out %s: %s", where, reason)
-
-    def reject(self, rejected: Rejected) -> None:
-        """List and count a record that cannot be used. Raises TooManyRejected above the limit.
-
-        An empty record is only counted, in `num_empty`, and has no limit.
-        """
+    def add(self, rejected: BadRecord) -> None:
+        """Count a record that cannot be used; an empty one in `num_empty`. Raises TooManyRejected above the limit."""
         if rejected.is_empty:
             self.num_empty += 1
             return
-        if self.path is not None:
+        self.count += 1
+        where, reason = rejected.where, str(rejected)
+        self.first = self.first or f"{where}: {reason}"
+        self._lacks_key = self._lacks_key or reason.startswith(_NO_KEY) or f" {_OF_TYPE} " in reason
+        if self.count > self.limit:
+            listed = "" if self.path is None else f"; they are listed in {self.path}"
+            message = f"more than {self.limit} bad lines: {self.count} so far, the first is {self.first}{listed}"
+            raise TooManyRejected(f"{message}: fix them or allow more with --max_bad_lines{self.remedy}")
+        if self._of_rows and not self._quiet and self.count <= _LOGGED:
+            logger.warning("left out %s: %s", where, reason)
+
+    def reject(self, rejected: BadRecord) -> None:
+        """List and count a record that cannot be used, see `add`."""
+        if self.path is not None and not rejected.is_empty:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = open(self.path, "w", encoding="utf-8", buffering=1)
             self._file.write(f"{rejected.to_json()}\n")
-        self.add(rejected.where, rejected.reason)
-
-    def error(self) -> TooManyRejected:
-        listed = "" if self.path is None else f"; they are listed in {self.path}"
-        advice = "" if self.path is None and not self._of_rows else ": fix them or allow more with --max_bad_lines"
-        message = f"more than {self.limit} bad lines: {self.count} so far, the first is {self.first}"
-        return TooManyRejected(f"{message}{listed}{advice}{self.remedy}")
+        self.add(rejected)
 
     @property
     def remedy(self) -> str:
@@ -180,11 +163,8 @@ class RejectedRecords:
 
 def no_documents(inputs: Sequence[str], rejected: RejectedRecords) -> UserError:
     """Build the error for inputs that contain no document."""
-    listed = f"; see {rejected.path}" if rejected.path else ""
-    details = f" (the first: {rejected.first}{listed})" if rejected.first else ""
-    empty = f", {rejected.num_empty} empty texts" if rejected.num_empty else ""
-    found = f"{rejected.count} bad lines{empty} and nothing else"
-    return UserError(f"there is no document in {list_inputs(inputs)}: {found}{details}{rejected.remedy}")
+    found = f"{rejected if rejected.count else '0 bad lines'}, {rejected.num_empty} empty texts"
+    return UserError(f"there is no document in {list_inputs(inputs)}: {found}{rejected.remedy}")
 
 
 # ---- readers of whole inputs ----
@@ -224,12 +204,12 @@ def rows(source: str, rejected: RejectedRecords, columns: Sequence[str] = ()) ->
         UserError: a file is damaged, or too many rows are rejected.
     """
     if isinstance(source, PythonRows):
-        found: Iterable[Record | Rejected] = _python_rows(source)
+        found: Iterable[Record | BadRecord] = _python_rows(source)
     else:
-        shards = shards_of(source, kind_of(source) or "dataset")
+        shards = (shard for path, kind in files_of(source) for shard in shards_of(path, kind))
         found = chain.from_iterable(read_shard(shard, None, columns=columns) for shard in shards)
     for number, item in enumerate(found):
-        if isinstance(item, Rejected):
+        if isinstance(item, BadRecord):
             rejected.reject(item)
         else:
             yield Record(item.value, item.path, item.line, b"", number)
@@ -239,27 +219,28 @@ def converted(items: Iterable[Any], convert: Callable[[Any], T], rejected: Rejec
     """Yield `convert(item)` for each record that can be used, and count the other records as rejected.
 
     Args:
-        items: records; an item may be a `Rejected`, a record that was found unusable before.
+        items: records; an item may be a `BadRecord`, a record that was found unusable before.
         convert: function that raises BadRecord for records that cannot be used.
     """
     for item in items:
-        if isinstance(item, Rejected):
+        if isinstance(item, BadRecord):
             rejected.reject(item)
             continue
         try:
             result = convert(item)
         except BadRecord as error:
-            rejected.reject(item.rejected(error))
+            rejected.reject(error.at(item))
         else:
             yield result
 
 
 def read_shard(
     shard: Shard, key: str | None = "text", skip: int = 0, columns: Sequence[str] = ()
-) -> Iterator[Record | Rejected]:
+) -> Iterator[Record | BadRecord]:
     """Yield the records of a shard (a part of a file or dataset) in order."""
     if shard.kind == "dataset":
-        found = _dataset_records(shard, key or "", skip)
+        fields = hf_datasets.read_shard(shard.path, shard.start, key or "", skip)
+        found: Iterable[Record | BadRecord] = (Record(row, shard.path, n) for n, row in enumerate(fields, skip + 1))
     elif shard.kind == "table":
         found = islice(_table_records(shard, columns), skip, None)
     else:
@@ -267,29 +248,26 @@ def read_shard(
         found = islice(read(shard), skip, None)
     is_text = shard.kind in ("text", "lines")  # whose lines are checked already
     for item in found:
-        if key is None or isinstance(item, Rejected):
+        if key is None or isinstance(item, BadRecord):
             yield item
             continue
-        if is_text:
-            yield Record(item.value["text"], item.path, item.line)
-            continue
         try:
-            yield Record(text_of(item.value, key), item.path, item.line, item.raw)
+            yield item._replace(value=item.value["text"] if is_text else text_of(item.value, key))
         except BadRecord as error:
-            yield item.rejected(error)
+            yield error.at(item)
 
 
 # ---- readers of each kind ----
 
 
-def _json_records(shard: Shard) -> Iterator[Record | Rejected]:
+def _json_records(shard: Shard) -> Iterator[Record | BadRecord]:
     for number, line in read_lines(shard):
         if not line.strip():
             continue
         try:
             yield Record(parse_object(line), shard.path, number, line)
         except BadRecord as error:
-            yield Record(None, shard.path, number, line).rejected(error)
+            yield error.at(Record(None, shard.path, number, line))
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
@@ -307,7 +285,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
     return fields
 
 
-def _list_records(shard: Shard) -> Iterator[Record | Rejected]:
+def _list_records(shard: Shard) -> Iterator[Record | BadRecord]:
     lines = [line for _, line in read_lines(shard)]
     if reason := too_long(max(map(len, lines))):
         raise UserError(f"{shard.path} is a list of JSON on one line, {reason} lines: jq -c '.[]' does.")
@@ -317,22 +295,15 @@ def _list_records(shard: Shard) -> Iterator[Record | Rejected]:
         raise UserError(f"{shard.path} begins as a list of JSON, which it is not ({error}): fix it.") from None
     for number, item in enumerate(found):
         where = f"{shard.path}, element {number}"
-        is_row = isinstance(item, dict)
-        yield Record(item, where, 0) if is_row else Rejected(where, 0, f"a JSON {type(item).__name__}, not an object")
+        is_row, reason = isinstance(item, dict), f"a JSON {type(item).__name__}, not an object"
+        yield Record(item, where, 0) if is_row else BadRecord(reason, path=where)
 
 
-def _table_records(shard: Shard, columns: Sequence[str]) -> Iterator[Record | Rejected]:
-    lines = (line.decode("utf-8", "surrogateescape") for _, line in read_lines(shard))
-    if endings(shard.path)[0] == ".csv":
-        header = next(lines, "")
-        delimiter = max(",;\t|", key=re.sub('"[^"]*"', "", header).count)
-        found = _csv_records(shard.path, chain([header], lines), delimiter)
-    else:
-        found = ((number, line.rstrip("\r\n").split("\t")) for number, line in enumerate(lines, 1))
+def _table_records(shard: Shard, columns: Sequence[str]) -> Iterator[Record | BadRecord]:
     names: Sequence[str] = ()
-    for line, values in found:
-        if isinstance(values, str):
-            yield Rejected(shard.path, line, values)
+    for line, values in _cells(shard):
+        if isinstance(values, BadRecord):
+            yield values
             continue
         if not names:
             has_header = not columns or not {*columns}.isdisjoint(map(str.strip, values))
@@ -341,21 +312,28 @@ def _table_records(shard: Shard, columns: Sequence[str]) -> Iterator[Record | Re
                 continue
         text = "".join(values)
         if not text.isascii() and _SURROGATE.search(text):
-            yield Rejected(shard.path, line, _NOT_UTF8)
+            yield BadRecord(_NOT_UTF8, False, shard.path, line)
         elif not text.strip():
             if len(values) > 1:  # a row of empty cells, unlike a blank line, counts as one
-                yield Rejected(shard.path, line, "is empty", is_empty=True)
+                yield BadRecord("is empty", True, shard.path, line)
         elif len(values) < len(names) or "".join(values[len(names) :]).strip():  # empty cells may fill a row up
-            yield Rejected(shard.path, line, f"{len(values)} columns, where the first line has {len(names)}")
+            reason = f"{len(values)} columns, where the first line has {len(names)}"
+            yield BadRecord(reason, False, shard.path, line)
         else:  # pandas gives its index no name
             fields = {name: value for name, value in zip(names, values, strict=False) if name}
             yield Record(fields, shard.path, line)
 
 
-def _csv_records(path: str, lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str] | str]]:
-    """First line, and values or reason of rejection, of each record, which may go over several lines."""
+def _cells(shard: Shard) -> Iterator[tuple[int, list[str] | BadRecord]]:
+    """First line and cells of each record, which may extend over several lines."""
+    lines = (line.decode("utf-8", "surrogateescape") for _, line in read_lines(shard))
+    if endings(shard.path)[0] == ".tsv":
+        yield from ((number, line.rstrip("\r\n").split("\t")) for number, line in enumerate(lines, 1))
+        return
+    header = next(lines, "")
+    delimiter = max(",;\t|", key=re.sub('"[^"]*"', "", header).count)
     csv.field_size_limit(MAX_DOCUMENT_BYTES)  # of the process; the default of 128 KiB is less than a SCROLLS input
-    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    reader = csv.reader(chain([header], lines), delimiter=delimiter, strict=True)
     while True:
         first = reader.line_num + 1
         try:
@@ -364,8 +342,9 @@ def _csv_records(path: str, lines: Iterable[str], delimiter: str) -> Iterator[tu
             return
         except csv.Error as error:
             if "unexpected end" in str(error):
-                raise UserError(f"{path}:{first}: a quotation mark of this record is never closed: fix it.") from None
-            yield first, f"not valid csv: {error}"
+                where = f"{shard.path}:{first}"
+                raise UserError(f"{where}: a quotation mark of this record is never closed: fix it.") from None
+            yield first, BadRecord(f"not valid csv: {error}", False, shard.path, first)
 
 
 def _column_names(path: str, values: list[str]) -> tuple[str, ...]:
@@ -381,7 +360,7 @@ def _column_names(path: str, values: list[str]) -> tuple[str, ...]:
     return names
 
 
-def _text_records(shard: Shard) -> Iterator[Record | Rejected]:
+def _text_records(shard: Shard) -> Iterator[Record | BadRecord]:
     block: list[str] = []
     start = size = 0
     for number, line in read_lines(shard):
@@ -395,13 +374,14 @@ def _text_records(shard: Shard) -> Iterator[Record | Rejected]:
         was_too_long, size = too_long(size), size + len(line)
         if reason := too_long(size):  # the whole document is rejected, and reported once
             if not was_too_long:
-                yield Rejected(shard.path, start if block else number, f"{reason} by blank lines", excerpt(line))
+                where = Record(None, shard.path, start if block else number, line)
+                yield BadRecord(f"{reason} by blank lines").at(where)
             block = []
             continue
         try:
             text = _usable_line(line)
         except BadRecord as error:
-            yield Record(None, shard.path, number, line).rejected(error)
+            yield error.at(Record(None, shard.path, number, line))
             continue
         start = start if block else number
         block.append(text)
@@ -416,11 +396,6 @@ def _usable_line(line: bytes) -> str:
     if reason := unusable_characters(text):
         raise BadRecord(reason)
     return text
-
-
-def _dataset_records(shard: Shard, column: str, skip: int) -> Iterator[Record]:
-    for number, fields in enumerate(hf_datasets.read_shard(shard.path, shard.start, column, skip), skip + 1):
-        yield Record(fields, shard.path, number)
 
 
 def _python_rows(source: PythonRows) -> Iterator[Record]:
@@ -508,7 +483,7 @@ def read_lines(shard: Shard) -> Iterator[tuple[int, bytes]]:
                 if len(line) > limit and not line.endswith(b"\n"):
                     skip_line(file)
                     position = file.tell()
-                yield number, line.removeprefix(_BOM) if is_first else line
+                yield number, line.removeprefix(BOM) if is_first else line
                 if shard.end is not None and position >= shard.end:  # beyond it where the file has changed
                     break
     except EOFError as error:
@@ -517,22 +492,24 @@ def read_lines(shard: Shard) -> Iterator[tuple[int, bytes]]:
     shard.check_unchanged()
 
 
-@lru_cache(maxsize=64)
-def lines_before(shard: Shard) -> int:
-    """Return the number of lines in a file before the part that a shard covers. All of these lines are read."""
-    return 0 if shard.kind == "dataset" else count_lines(shard.path, 0, shard.start)
-
-
-def locate(shard: Shard, rejected: Rejected) -> Rejected:
+def locate(shard: Shard, rejected: BadRecord) -> BadRecord:
     """Give a rejected record a position that a user can find: the line in the file instead of the line in the shard.
 
     For datasets, and for shards that begin beyond 256 MiB of a file, the path names the shard (part) instead.
     """
+    path, line = shard.path, rejected.line
     if shard.kind == "dataset":
-        return rejected._replace(path=f"{shard.path}, shard {shard.start}")
-    if shard.start > _MAX_COUNTED_BYTES:
-        return rejected._replace(path=f"{shard.path}, from byte {shard.start} on")
-    return rejected._replace(line=lines_before(shard) + rejected.line)
+        path = f"{path}, shard {shard.start}"
+    elif shard.start > _MAX_COUNTED_BYTES:
+        path = f"{path}, from byte {shard.start} on"
+    else:
+        line += _lines_before(shard)
+    return BadRecord(str(rejected), rejected.is_empty, path, line, rejected.content)
+
+
+@lru_cache(maxsize=64)
+def _lines_before(shard: Shard) -> int:
+    return count_lines(shard.path, 0, shard.start)
 
 
 def count_lines(path: str, start: int, end: int) -> int:

@@ -11,10 +11,9 @@
 | `folder::split` | the files of one split in a folder |
 | `name[:config][:split]` | a dataset of the hub |
 
-A file of a corpus belongs to the split that its name, or that of a folder above it, has as a word
-(train-00000-of-00002.parquet, validation/data.txt). Without `::split`, a folder with files of `train` is read without
-those of other splits. In fine-tuning the file of a split has its name alone (`file_of_split`). Suffixes may be in
-upper case. Hidden files and files that this program wrote are ignored.
+A file belongs to the split that its name, or that of a folder above it, has as a word (train-00000-of-00002.parquet,
+validation/data.txt). Without `::split`, a folder with files of `train` is read without those of other splits. Suffixes
+may be in upper case. Hidden files and files that this program wrote are ignored.
 """
 
 import bz2
@@ -25,7 +24,7 @@ import lzma
 import os
 import re
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -40,6 +39,7 @@ from lm_experiments_tools.files import hash_of_ends, human_bytes, read_json
 
 logger = logging.getLogger(__name__)
 
+BOM = b"\xef\xbb\xbf"
 _OPEN = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 COMPRESSIONS = (*_OPEN, ".zst")
 _KINDS = {
@@ -57,9 +57,8 @@ _SPLITS = {
 _SPLIT_OF = {word: split for split, words in _SPLITS.items() for word in words}
 _SPLIT_WORD = re.compile(rf"(?<![a-z])({'|'.join(_SPLIT_OF)})(?![a-z])")
 _DATASET_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[^:]*)?(:[^:]+)?")
-_UNFINISHED = re.compile(r"\.(bin|idx|json)\.tmp[0-9a-f]{12}$")
+_OUTPUTS = re.compile(r"\.(bin|idx)$|\.(bin|idx|json)\.tmp[0-9a-f]{12}$|\.bad_lines\.jsonl$")
 _SHARDS = re.compile(r"\.shards-[0-9a-f]{16}$")
-_TOKEN_SUFFIXES = (".bin", ".idx", ".json")
 _PROBED_LINES, _PROBED_BYTES = 1000, 1 << 16  # of a text file: one of them without a blank line is unusual
 _SKIP_BYTES = 1 << 20
 
@@ -141,7 +140,7 @@ def content_of(shards: Sequence[Shard]) -> list[Any]:
 
 
 def datasets_of(shards: Sequence[Shard]) -> list[str]:
-    """Return the names of the Hugging Face datasets that the given shards (parts of the text) belong to."""
+    """Return the names of the Hugging Face datasets that shards belong to."""
     return list(dict.fromkeys(shard.path for shard in shards if shard.kind == "dataset"))
 
 
@@ -171,10 +170,7 @@ def skip_line(file: BinaryIO) -> bool:
 
 
 def endings(path: str) -> tuple[str, str]:
-    """Return the two suffixes of a file name in lower case, its format and its compression.
-
-    They are (".jsonl", ".gz") for data.JSONL.gz.
-    """
+    """Return the format and the compression of a file by its name: (".jsonl", ".gz") for data.JSONL.gz."""
     stem, last = os.path.splitext(os.path.basename(path).lower())
     return (os.path.splitext(stem)[1], last) if last in COMPRESSIONS else (last, "")
 
@@ -190,15 +186,17 @@ def kind_of(path: str) -> str:
         raise UserError(f"{path} is compressed by zstd, which pyarrow reads: pip install pyarrow, or decompress it")
     if kind == "dataset" and compression:
         return ""
-    return "list" if suffix == ".json" and _begins_list(path) else kind
+    is_list = suffix == ".json" and _head(path, 1024).removeprefix(BOM).lstrip().startswith(b"[")
+    return "list" if is_list else kind
 
 
-def _begins_list(path: str) -> bool:
+def _head(path: str, size: int) -> bytes:
+    """The first bytes of a file, decompressed; none of a damaged one, which is reported where it is read."""
     try:
         with open_decompressed(path) as file:
-            return file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
-    except EOFError:  # damaged, which is reported where the file is read
-        return False
+            return file.read(size)
+    except EOFError:
+        return b""
 
 
 @contextmanager
@@ -234,7 +232,7 @@ def find_files(inputs: Sequence[str], document_per_line: bool = False) -> list[t
     Raises:
         UserError: an input does not exist, is unreadable or empty, or is given twice.
     """
-    found = [_resolve(os.fspath(item)) for item in inputs]
+    found = [files_of(os.fspath(item)) for item in inputs]
     first: dict[str, int] = {}
     for number, (path, _) in ((number, file) for number, files in enumerate(found) for file in files):
         if (other := first.setdefault(os.path.realpath(path), number)) != number:
@@ -258,21 +256,20 @@ def list_inputs(inputs: Sequence[str]) -> str:
 
 def _is_one_block(path: str) -> bool:
     """True if a text begins with many or long lines and no blank line."""
-    try:
-        with open_decompressed(path) as file:
-            head = file.read(1 << 20).strip()
-    except EOFError:  # damaged, which is reported where the file is read
-        return False
+    head = _head(path, 1 << 20).strip()
     lines = head.split(b"\n", _PROBED_LINES)
     is_long = len(lines) > _PROBED_LINES or (len(lines) > 1 and len(head) >= _PROBED_BYTES)
     return is_long and all(line.strip() for line in lines[:_PROBED_LINES])
 
 
-def _resolve(item: str) -> list[tuple[str, str]]:
+def files_of(item: str) -> list[tuple[str, str]]:
+    """Return (path, kind) of each file or dataset of one input, see `find_files`."""
     if os.path.isdir(item):
         return _files_in(item)
     if os.path.exists(item):
-        return [(item, _kind_of_input(item))]
+        if not os.path.isfile(item) or not (kind := kind_of(item)):
+            raise UserError(f"{item} is no file of {READABLE}")
+        return [(item, kind)]
     name, config, split = hf_datasets.split_name(item)
     if os.path.isdir(name):
         if config is None and split in _SPLIT_OF:
@@ -280,59 +277,39 @@ def _resolve(item: str) -> list[tuple[str, str]]:
         if config in _SPLIT_OF:
             raise UserError(f"{item}: write {name}::{config} for the files of a split")
     else:
-        _check_hub_name(item)
+        is_local = name.startswith((".", "/", "~")) or os.path.isdir(os.path.dirname(name) or "\0")
+        if is_local or endings(name)[0] in _KINDS or not _DATASET_NAME.fullmatch(item):
+            raise UserError(f"{name} does not exist")
     return [(item, "dataset")]
 
 
-def _kind_of_input(path: str) -> str:
-    """Kind of a file that exists. Raises UserError if there is none."""
-    if not os.path.isfile(path) or not (kind := kind_of(path)):
-        raise UserError(f"{path} is no file of {READABLE}")
-    return kind
-
-
-def _check_hub_name(item: str) -> None:
-    """Raise UserError if what does not exist here cannot be the name of a dataset either."""
-    looks_local = item.startswith((".", "/", "~")) or os.path.isdir(os.path.dirname(item) or "\0")
-    if looks_local or endings(item)[0] in _KINDS or not _DATASET_NAME.fullmatch(item):
-        raise UserError(f"{item} does not exist")
-
-
 def _files_in(folder: str, split: str = "") -> list[tuple[str, str]]:
+    """The files of a split; by default those of "train" and of no split if there is a file of "train", else all."""
     kinds = {path: kind_of(path) for path in _walk(folder)}
-    files = [path for path, kind in kinds.items() if kind]
+    splits = {path: _split_of(folder, path) for path, kind in kinds.items() if kind}
     others = [path for path, kind in kinds.items() if not kind]
-    if not files:
+    if not splits:
         raise UserError(f"folder {folder} has no {READABLE} file in it ({len(others)} others)")
-    files = _of_split(folder, files, split)
-    if sizes := {path: size for path in others if (size := os.path.getsize(path))}:
+    default = ("", "train") if "train" in splits.values() else splits.values()
+    files = [(path, kinds[path]) for path, found in splits.items() if found in ((split,) if split else default)]
+    if not files:
+        raise UserError(f"folder {folder} has no file of the split {split} by its name")
+    if not split and len(files) < len(splits):
+        left_out = [f"{folder}::{name}" for name in dict.fromkeys(splits.values()) if name not in default]
+        number, names = len(splits) - len(files), ", ".join(left_out)
+        _warn_once(f"folder {folder}: {number} files of other splits than train are left out ({names})")
+    if not split and (sizes := {path: size for path in others if (size := os.path.getsize(path))}):
         _warn_once(
             f"folder {folder}: {len(sizes)} files of {human_bytes(sum(sizes.values()))} are passed over, such as "
             f"{next(iter(sizes))}; {len(files)} are read"
         )
-    return [(path, kinds[path]) for path in files]
+    return files
 
 
-def _splits_of(folder: str, files: Sequence[str]) -> list[str]:
-    """The split that each file in a folder belongs to by its path, "" for none."""
-    words = (_SPLIT_WORD.search(os.path.relpath(path, folder).lower()) for path in files)
-    return ["" if word is None else _SPLIT_OF[word[0]] for word in words]
-
-
-def _of_split(folder: str, files: list[str], split: str) -> list[str]:
-    """The files of a split; by default those of "train" and of no split, if there is a file of "train"."""
-    splits = _splits_of(folder, files)
-    if not split and "train" not in splits:
-        return files
-    chosen = [file for file, found in zip(files, splits, strict=True) if found in (split, split or "train")]
-    if not chosen:
-        raise UserError(f"folder {folder} has no file of the split {split} by its name")
-    others = ", ".join(f"{folder}::{name}" for name in dict.fromkeys(splits) if name not in ("", "train"))
-    if others and not split:
-        _warn_once(
-            f"folder {folder}: {len(files) - len(chosen)} files of other splits than train are left out ({others})"
-        )
-    return chosen
+def _split_of(folder: str, path: str) -> str:
+    """The split that a file in a folder belongs to by its path, "" for none."""
+    word = _SPLIT_WORD.search(os.path.relpath(path, folder).lower())
+    return "" if word is None else _SPLIT_OF[word[0]]
 
 
 def _walk(folder: str) -> list[str]:
@@ -345,10 +322,9 @@ def _walk(folder: str) -> list[str]:
             continue
         seen.add(real)
         below[:] = [name for name in below if not (name.startswith(".") or _SHARDS.search(name))]
-        names = _without_metadata(path, names)
-        siblings = set(names)
-        for name in sorted(names):
-            if name.startswith(".") or _is_output(name, siblings):
+        own = {f"{name[:-4]}.json" for name in names if name.endswith(".idx")}
+        for name in sorted(_without_metadata(path, names)):
+            if name.startswith(".") or name in own or _OUTPUTS.search(name):
                 continue
             file = os.path.join(path, name)
             if not os.path.exists(file):
@@ -360,12 +336,6 @@ def _walk(folder: str) -> list[str]:
 
 def _refuse(error: OSError) -> None:
     raise UserError(f"folder {error.filename} cannot be read: {error.strerror}") from None
-
-
-def _is_output(name: str, siblings: Collection[str]) -> bool:
-    stem, suffix = os.path.splitext(name)
-    whole = f"{stem}.idx" in siblings and (suffix == ".json" or f"{stem}.bin" in siblings)
-    return name.endswith(".bad_lines.jsonl") or bool(_UNFINISHED.search(name)) or (whole and suffix in _TOKEN_SUFFIXES)
 
 
 def _without_metadata(path: str, names: list[str]) -> list[str]:
@@ -408,10 +378,7 @@ class PythonRows(str):
 
 
 def as_source(value: Any, name: str) -> str:
-    """Convert a data setting, a path or rows in memory, to a string: the path or `PythonRows`.
-
-    Raises UserError: the value has another type.
-    """
+    """Convert a data setting to a string: the path, or `PythonRows`. Raises UserError for another type."""
     if isinstance(value, str | os.PathLike):
         return value if isinstance(value, str) else os.fspath(value)
     if not isinstance(value, Iterable) and not hasattr(value, "__getitem__"):
@@ -428,53 +395,36 @@ def as_sources(value: Any, name: str) -> tuple[str, ...]:
 
 
 def file_of_split(path: str, split: str) -> str:
-    """Return what holds the rows of one split: the file that is named after it in a folder, a dataset, or the path.
+    """Return what holds the rows of one split: a file, `folder::split` of Parquet or Arrow files, or a dataset.
 
-    Raises UserError: the data cannot be read.
+    Raises UserError: there is none, or there are several files.
     """
-    words = _SPLITS[_SPLIT_OF[split]]
+    split = _SPLIT_OF[split]
+    words = _SPLITS[split]
     if isinstance(path, PythonRows):
         if not isinstance(path.rows, Mapping):
             return path
         if name := next((name for name in words if name in path.rows), None):
             return PythonRows(f"{path}[{name!r}]", path.rows[name])
         raise UserError(f"{path} has no split {' or '.join(words)}, only {', '.join(map(str, path.rows))}.")
-    if os.path.isdir(path):
-        return _file_in(path, words)
-    if os.path.exists(path):
-        _kind_of_input(path)
-        return path
-    if not os.path.exists(hf_datasets.split_name(path)[0]):
-        _check_hub_name(path)
-    return hf_datasets.with_split(path, words[0])
+    if not os.path.isdir(path):
+        return path if os.path.exists(path) else hf_datasets.with_split(path, split)
+    has_splits = any(_split_of(path, file) for file in _walk(path))
+    kinds = {file: kind for file, kind in _files_in(path, split if has_splits else "") if kind != "text"}
+    # Folders of GLUE and SNLI have further files of a split beside those that are named after it alone.
+    stems = {file: os.path.relpath(file, path).lower().removesuffix("".join(endings(file))) for file in kinds}
+    files = [file for file, stem in stems.items() if stem.removesuffix("_matched") in words] or list(kinds)
+    if len(files) == 1:
+        return files[0]
+    if files and set(kinds.values()) == {"dataset"}:
+        return f"{path}::{split}" if has_splits else path
+    found = f"several {split} files, {', '.join(map(os.path.basename, files))}" if files else f"only text of {split}"
+    raise UserError(f"folder {path} has {found}: name one file of rows.")
 
 
 def text_of_split(path: str, split: str) -> str:
     """Return what holds the text of one split, as `file_of_split`; of a folder with files of `train` all its files."""
     if not os.path.isdir(path):
-        return path if os.path.exists(path) else file_of_split(path, split)
-    return f"{path}::{_SPLIT_OF[split]}" if "train" in _splits_of(path, _walk(path)) else path
-
-
-def _file_in(folder: str, words: Sequence[str]) -> str:
-    names = sorted(os.listdir(folder))
-    kinds = {name: _KINDS.get(endings(name)[0]) for name in names}
-    stems = [name.lower().removesuffix("".join(endings(name))).removesuffix("_matched") for name in names]
-    files = [n for n, stem in zip(names, stems, strict=True) if stem in words and kinds[n] in ("json", "table")]
-    if len(files) > 1:
-        raise UserError(f"folder {folder} has several {words[0]} files, {', '.join(files)}: name one of them.")
-    if files:
-        return os.path.join(folder, files[0])
-    data_files = [name for name in names if kinds[name] == "dataset"]
-    begins = {re.split("[-_.]", name)[0] for name in data_files}  # train-00000-of-00002.parquet
-    if not begins.isdisjoint(words):
-        return hf_datasets.with_split(folder, words[0])
-    for name in (*words, "data"):  # a DatasetDict on disk, a snapshot of the hub
-        if os.path.isdir(os.path.join(folder, name)):
-            return _file_in(os.path.join(folder, name), words)
-    if data_files and begins.isdisjoint(_SPLIT_OF):
-        return folder  # rows of no split by their names
-    raise UserError(
-        f"folder {folder} has none of the {words[0]} files {', '.join(f'{word}.tsv' for word in words)} "
-        f"(or .csv, .jsonl, .json, .parquet): it has {', '.join(names[:8]) or 'nothing'}."
-    )
+        return file_of_split(path, split)
+    has_train = "train" in (_split_of(path, file) for file in _walk(path))
+    return f"{path}::{_SPLIT_OF[split]}" if has_train else path

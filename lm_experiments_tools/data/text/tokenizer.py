@@ -36,7 +36,6 @@ _REMEDY = "is the vocabulary that of this language, made with enough --character
 BYTES = "bytes"  # the name that is no file
 MASK_PIECES = ("[MASK]", "<mask>")
 MODEL_NAMES = ("spiece.model", "sentencepiece.model")  # of SentencePiece, in a folder
-_HF_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model")
 
 
 def sentinel_piece(index: int) -> str:
@@ -52,8 +51,7 @@ def family(pieces: Mapping[str, int], name: str) -> list[int]:
 def find_sentinels(pieces: Mapping[str, int], is_unigram: bool) -> list[int]:
     """Return the ids of <extra_id_0>, <extra_id_1>, ..., or of mT5's ▁<extra_id_0>, ... where these are missing.
 
-    Args:
-        is_unigram: True to look for mT5's, which the pieces of byte-pair encoding resemble where a text holds them.
+    mT5's are looked for in Unigram models alone: pieces of byte-pair encoding may be the same text.
     """
     return family(pieces, "<extra_id_{}>") or (family(pieces, "▁<extra_id_{}>") if is_unigram else [])
 
@@ -113,11 +111,9 @@ class Tokenizer(ABC):
             path = path.parent
         if not path.exists():
             raise UserError(f"vocabulary {path} does not exist; `lmtools vocab` trains one from text")
-        if path.is_dir() and not any((path / name).is_file() for name in (*MODEL_NAMES, *_HF_FILES)):
-            raise UserError(f"vocabulary folder {path} has none of {', '.join((*MODEL_NAMES, *_HF_FILES))}")
         found = _module("sentencepiece_tokenizer:read_model")(path, extra_ids)
         if found is None:
-            found = Tokenizer.of(_module("hf_tokenizer:open_pretrained")(f"vocabulary {path}", path, lowercase), path)
+            found = _module("hf_tokenizer:read_tokenizer")(path, lowercase)
             found._check()
         return found
 
@@ -219,10 +215,7 @@ class Tokenizer(ABC):
 
     @cached_property
     def starts_word(self) -> np.ndarray:
-        """bool[size]: True for subwords that begin a word, and for special and unused ids. Raises UserError.
-
-        WordPiece marks the other subwords with "##". SentencePiece and byte-level BPE mark the space before a word.
-        """
+        """bool[size]: True for subwords that begin a word, and for special and unused ids. Raises UserError."""
         if not (self.word_mark or self.continuation):
             raise UserError(f"{self.path} does not mark where words begin: use WordPiece, SentencePiece or BPE")
         starts = np.ones(self.size, bool)
@@ -234,14 +227,9 @@ class Tokenizer(ABC):
     def token_bytes(self) -> np.ndarray | None:
         """Number of UTF-8 bytes of each token's text, int64[size], from which bits per byte are computed.
 
-        - SentencePiece: bytes of the subword; a space mark counts as one byte.
-        - Byte-level BPE and byte fallback (`<0x0A>`): the bytes that the token encodes.
-        - WordPiece: bytes of the subword without `##`, and one byte for the space before a word. Single punctuation
-          characters have no space.
-        - Special tokens: 0.
-
-        The sum over a document is `len(text.encode())` for a lossless tokenizer, else the length of the normalized
-        text. Tokenizers that put a space before each text count one byte more. None if spaces are not marked.
+        A mark of a space counts as one byte, also before WordPiece's words, and special tokens as none. The sum over
+        a document is `len(text.encode())` for a lossless tokenizer, else the length of the normalized text; tokenizers
+        that put a space before each text count one byte more. None if spaces are not marked.
         """
         if not (self.word_mark or self.continuation):
             return None

@@ -29,8 +29,8 @@ from lm_experiments_tools.checkpoint.manifest import verify_model
 from lm_experiments_tools.checkpoint.source import TOKENIZER_FILES, hub_folder, may_be_on_hub
 from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text.records import (
+    BadRecord,
     Record,
-    Rejected,
     RejectedRecords,
     TooManyRejected,
     converted,
@@ -328,7 +328,7 @@ class Tokenization:
                     position = shard.start
                 for entry in map(json.loads, listed.read_text(encoding="utf-8").splitlines()):
                     line = num_lines + entry["line"]
-                    rejected.reject(Rejected(shard.path, line, entry["reason"], entry["content"]))
+                    rejected.reject(BadRecord(entry["reason"], False, shard.path, line, entry["content"]))
         if rejected.count:
             logger.warning("%s", rejected)
         return rejected

@@ -9,9 +9,9 @@ import pytest
 import tokenizers
 
 from lm_experiments_tools.data.text import hf_tokenizer
-from lm_experiments_tools.data.text.train_vocabulary import train_wordpiece
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.main import main as lmtools
+from lm_experiments_tools.tools.train_vocabulary import train_wordpiece
 from megatron.tokenizers import build_tokenizer
 from tests.helpers.real_data import DATA, lacking
 
@@ -208,7 +208,7 @@ def test_what_cannot_be_a_bert_tokenizer_is_one_sentence(vocab_file, tmp_path):
         ),
         (hugging_face, {}, "needs --tokenizer-name-or-path"),
         (hugging_face, {"name_or_path": tmp_path / "none"}, "none does not exist"),
-        (hugging_face, {"name_or_path": tmp_path / "folder"}, "folder has none of spiece.model"),
+        (hugging_face, {"name_or_path": tmp_path / "folder"}, "folder has no tokenizer_config.json"),
         (hugging_face, {"name_or_path": tmp_path / "other.txt"}, "other.txt is no WordPiece vocabulary"),
         (hugging_face, {"name_or_path": tmp_path / "broken"}, "broken cannot be loaded .[A-Za-z]+.: "),
         (hugging_face, {"name_or_path": tmp_path / "gpt"}, "gpt has no mask_token"),

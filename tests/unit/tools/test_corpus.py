@@ -7,10 +7,10 @@ import pytest
 import sentencepiece
 
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
-from lm_experiments_tools.data.text.train_vocabulary import train_vocab
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools import corpus
 from lm_experiments_tools.tools.corpus import paragraphs
+from lm_experiments_tools.tools.train_vocabulary import train_vocab
 
 DOCSTRING = """Return the mean of the values, ignoring what is missing.
 

@@ -74,10 +74,10 @@ def test_parquet_is_read_and_a_folder_of_it_by_splits(tmp_path):
     for name, some in (("train-00000-of-00002", ROWS[:1]), ("train-00001-of-00002", ROWS[1:3]), ("valid", ROWS[3:])):
         parquet.write_table(table.from_pylist(some), splits / f"{name}.parquet")
     assert rows_of(splits) == ROWS[:3] and rows_of(splits, "valid") == ROWS[3:]
-    with pytest.raises(UserError, match="has none of the test files"):
+    with pytest.raises(UserError, match="has no file of the split test"):
         rows_of(splits, "test")
     (splits / "valid.parquet").unlink()
-    with pytest.raises(UserError, match="has none of the validation files"):
+    with pytest.raises(UserError, match="has no file of the split validation"):
         rows_of(splits, "valid")  # its training data is no validation data
     (tmp_path / "half.parquet").write_bytes((tmp_path / "one.parquet").read_bytes()[:200])
     with pytest.raises(UserError, match=r"half\.parquet is damaged or not of its ending .*: copy it again"):
@@ -92,6 +92,9 @@ def test_a_folder_has_its_validation_data_by_any_name_of_hugging_face(tmp_path):
         for stem, some in (("train", ROWS[:3]), (name, ROWS[3:])):
             write_json(folder / f"{stem}.jsonl", some)
         assert rows_of(folder) == ROWS[:3] and rows_of(folder, "valid") == ROWS[3:]
+    (folder / "original").mkdir()
+    write_json(folder / "original" / f"set_1.0_{name}.jsonl", ROWS)  # as in GLUE's folders: not chosen by its name
+    assert rows_of(folder, "valid") == ROWS[3:]
     write_json(folder / "validation.json", ROWS)
     with pytest.raises(UserError, match="has several validation files"):
         rows_of(folder, "valid")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lm_experiments_tools.data.text.train_vocabulary import train_vocab
+from lm_experiments_tools.tools.train_vocabulary import train_vocab
 from tests.helpers.token_toys import make_texts, write_jsonl
 
 TEXTS = make_texts(4000)

@@ -17,8 +17,8 @@ from lm_experiments_tools.data.text import sources
 from lm_experiments_tools.data.text.hf_datasets import load_streaming
 from lm_experiments_tools.data.text.records import (
     NO_LIMIT,
+    BadRecord,
     Record,
-    Rejected,
     RejectedRecords,
     read_shard,
     records,
@@ -196,7 +196,7 @@ def test_shards_tile_a_file_whatever_their_size(tmp_path, suffix):
         assert (shards[0].start, shards[-1].end) == (0, data.stat().st_size)
         items = [item for shard in shards for item in read_shard(shard)]
         assert [item.value for item in items if isinstance(item, Record)] == [d.value for d in whole]
-        assert sum(isinstance(item, Rejected) for item in items) == bad
+        assert sum(isinstance(item, BadRecord) for item in items) == bad
     assert len(plan_shards([str(data)], 1000)) > 5
 
 

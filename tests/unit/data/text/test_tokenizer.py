@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import subprocess
+import sys
 
 import pytest
 import tokenizers
@@ -15,6 +17,7 @@ from lm_experiments_tools.data.tokens.tokenize import TextEncoder, check_vocabul
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.tokenizers import named_tokenizer
 from megatron.tokenizers import build_tokenizer
+from tests.helpers.real_data import DATA, lacking
 from tests.helpers.token_toys import write_jsonl
 from tests.helpers.tokenizer_toys import BERT_LIKE, TEXTS, byte_fallback_tokenizer, byte_level_tokenizer
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
@@ -209,11 +212,10 @@ def folders(tmp_path_factory):
     wordpiece.train_from_iterator(TEXTS, vocab_size=300)
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "<extra_id_0>", "<extra_id_1>"]
     byte_level.train_from_iterator(TEXTS, vocab_size=400, special_tokens=special)
-    for name in ("vocab.txt", "tokenizer.json", "vocab.json and merges.txt", "named.json"):
+    for name in ("vocab.txt", "tokenizer.json", "named.json"):
         (root / name).mkdir()
     wordpiece.save_model(str(root / "vocab.txt"))
     wordpiece.save(str(root / "tokenizer.json" / "tokenizer.json"))
-    byte_level.save_model(str(root / "vocab.json and merges.txt"))
     byte_level.enable_truncation(5)
     byte_level.save(str(root / "named.json" / "own.json"))
     byte_level.no_truncation()
@@ -221,7 +223,6 @@ def folders(tmp_path_factory):
         root / "vocab.txt": wordpiece,
         root / "vocab.txt" / "vocab.txt": wordpiece,
         root / "tokenizer.json": wordpiece,
-        root / "vocab.json and merges.txt": byte_level,
         root / "named.json" / "own.json": byte_level,
     }
 
@@ -255,14 +256,70 @@ def test_tokenizers_without_a_config_are_read_alike_by_t5_bert_and_fine_tuning(f
 def test_a_vocab_txt_with_capital_letters_is_read_as_cased(tmp_path):
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "Word", "word"]))
     assert Tokenizer.load(tmp_path).encode("Word word") == [5, 6]
-    (tmp_path / "added_tokens.json").write_text(json.dumps({"<new>": 7, "<newer>": 8}))
-    for path, size in ((tmp_path, 9), (tmp_path / "vocab.txt", 7)):
-        vocabulary, bert = Tokenizer.load(path), build_tokenizer("HFTokenizer", name_or_path=path)
-        assert vocabulary.size == bert.size == size
-    oracle = BertTokenizerFast.from_pretrained(tmp_path, do_lower_case=False)
-    text = "Word<newer> word <new>"
-    wanted = oracle(text, add_special_tokens=False).input_ids
-    assert wanted == [5, 8, 6, 7] == Tokenizer.load(tmp_path).encode(text)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    assert Tokenizer.load(tmp_path).encode("Word word") == [5, 6]  # AutoTokenizer: [6, 6]
+    assert named_tokenizer(str(tmp_path), "--tokenizer")("Word").input_ids == [2, 5, 3]
+
+
+@pytest.mark.parametrize("names", [("vocab.txt", "added_tokens.json"), ("vocab.json", "merges.txt")])
+def test_a_folder_that_does_not_tell_the_kind_of_tokenizer_is_refused(tmp_path, names):
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    for load in (Tokenizer.load, lambda path: named_tokenizer(str(path), "--tokenizer")):
+        with pytest.raises(UserError, match=r"has no tokenizer_config\.json.*name its \.model file, vocab\.txt or"):
+            load(tmp_path)
+
+
+@pytest.fixture(params=["toy", "bert-base-uncased"])
+def vocab_txt(request, tmp_path):
+    if request.param == "bert-base-uncased":
+        if reason := lacking(real := DATA / "vocabs" / "bert-base-uncased" / "vocab.txt"):
+            pytest.skip(reason)
+        return real, real.read_text(encoding="utf-8").splitlines()
+    pieces = [*"abcdenstuvx", *(f"##{c}" for c in "abcdeinorstuvwx"), "the", "Th", "[unused0]", "[unused1]", "</s>"]
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces))
+    return tmp_path / "vocab.txt", pieces
+
+
+def same_tokenizer(file, oracle, lowercase=None):
+    """Compare the tokenizer of a file, which is read without transformers, with one of transformers."""
+    script = (
+        "import pickle, sys; from lm_experiments_tools.data.text.tokenizer import Tokenizer; "
+        f"found = Tokenizer.load({str(file)!r}, lowercase={lowercase}); assert 'transformers' not in sys.modules; "
+        "sys.stdout.buffer.write(pickle.dumps(found))"
+    )
+    found = pickle.loads(subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.PIPE).stdout)
+    wanted = Tokenizer.of(oracle, file)
+    assert (found.fingerprint, found.pieces, found.roles) == (wanted.fingerprint, oracle.get_vocab(), wanted.roles)
+    assert found.sentinel_ids.tolist() == wanted.sentinel_ids.tolist()
+    assert found.control_ids.tolist() == wanted.control_ids.tolist()
+    assert found.encode_batch(TEXTS) == [expected(oracle, text) for text in TEXTS]
+
+
+@pytest.mark.parametrize("lowercase", [True, False, None])
+def test_a_vocab_txt_is_read_without_transformers_as_by_it(vocab_txt, lowercase):
+    file, pieces = vocab_txt
+    uncased = "Th" not in pieces if lowercase is None else lowercase
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    same_tokenizer(file, BertTokenizerFast(vocab=vocab, do_lower_case=uncased), lowercase)
+
+
+@pytest.mark.parametrize("kind", ["BERT's roles", "other special tokens", "none is special"])
+def test_a_tokenizer_json_is_read_without_transformers_as_by_it(tmp_path, kind):
+    file, names = tmp_path / "t.json", ("<s>", "</s>", "<unk>", "<extra>", "<other>")
+    roles = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    if kind == "BERT's roles":
+        byte_level_tokenizer(file)
+        roles = dict(zip(("unk_token", "cls_token", "sep_token", "pad_token", "mask_token"), BERT_LIKE, strict=True))
+        roles["extra_special_tokens"] = ["[unused0]", "[unused1]"]
+    elif kind == "other special tokens":
+        byte_level_tokenizer(file, names)
+        roles["extra_special_tokens"] = ["<extra>", "<other>"]
+    else:
+        pieces = {name: index for index, name in enumerate([*names, "The", "x"])}
+        tokenizers.Tokenizer(models.WordLevel(pieces, unk_token="<unk>")).save(str(file))
+    same_tokenizer(file, PreTrainedTokenizerFast(tokenizer_file=str(file), **roles))
 
 
 def test_names_in_brackets_make_no_vocabulary_cased(tmp_path):

@@ -3,8 +3,8 @@
 import pytest
 
 from lm_experiments_tools.data.text.sources import plan_shards
-from lm_experiments_tools.data.text.train_vocabulary import train_vocab
 from lm_experiments_tools.data.tokens import tokenize as module
+from lm_experiments_tools.tools.train_vocabulary import train_vocab
 from tests.helpers.token_toys import make_texts, write_jsonl
 
 

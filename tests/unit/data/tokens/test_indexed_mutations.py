@@ -12,7 +12,7 @@ from collections import Counter
 
 import pytest
 
-from lm_experiments_tools.data.text.records import NO_LIMIT, Record, Rejected, read_shard
+from lm_experiments_tools.data.text.records import NO_LIMIT, BadRecord, Record, read_shard
 from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import encode_shard
@@ -251,7 +251,7 @@ def test_of_mutated_json_lines_every_bad_one_is_named_and_every_good_one_kept(tm
         assert [(f"{item.path}:{item.line}", item.value) for item in items if isinstance(item, Record)] == kept, (
             content
         )
-        named = [item.line for item in items if isinstance(item, Rejected)]
+        named = [item.line for item in items if isinstance(item, BadRecord)]
         assert named == [n for n, parts in strings if parts is None or not parts[0].strip()], content
         outcomes.update(bad=len(bad), good=len(texts), clean=not bad)
     assert outcomes["bad"] > 100 and outcomes["good"] > 1000 and outcomes["clean"] > 10, outcomes

@@ -16,13 +16,13 @@ import sentencepiece
 from lm_experiments_tools.data.text.sentencepiece_tokenizer import SentencePieceTokenizer
 from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
-from lm_experiments_tools.data.text.train_vocabulary import train_vocab
 from lm_experiments_tools.data.tokens import tokenize
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, dataset_exists
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.data.workers import Worker
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.main import main
+from lm_experiments_tools.tools.train_vocabulary import train_vocab
 from tests.helpers import ROOT
 from tests.helpers.token_toys import files, make_texts, write_jsonl
 
@@ -187,7 +187,7 @@ def test_a_key_that_no_line_has_is_named_with_those_there_are_and_leaves_no_piec
     command = ["tokenize", "--input", data, "--vocab", vocab, "--output", str(tmp_path / "t"), "--workers", "1"]
     assert main([*command, "--text_key", "absent"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    found = "9 bad lines and nothing else" if count == 9 else ": 101 so far, the first is"
+    found = ": 9 bad lines left out (the first: " if count == 9 else ": 101 so far, the first is"
     assert found in error and "d.jsonl:1: no key 'absent' (there is 'text')" in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d.jsonl", "t.bad_lines.jsonl"]
 

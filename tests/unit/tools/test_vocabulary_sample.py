@@ -6,8 +6,8 @@ import random
 import time
 
 from lm_experiments_tools.data.text.sources import plan_shards
-from lm_experiments_tools.data.text.train_vocabulary import _short_lines, train_vocab, train_wordpiece
 from lm_experiments_tools.tools.main import main as lmtools
+from lm_experiments_tools.tools.train_vocabulary import _short_lines, train_vocab, train_wordpiece
 from tests.helpers.token_toys import make_texts, write_jsonl
 
 
@@ -19,8 +19,8 @@ def test_a_large_text_is_cut_into_no_more_shards_than_asked_for(tmp_path):
 
 
 def test_the_sample_is_from_all_over_a_large_text(tmp_path, monkeypatch):
-    monkeypatch.setattr("lm_experiments_tools.data.text.train_vocabulary._MAX_SHARDS", 8)
-    monkeypatch.setattr("lm_experiments_tools.data.text.train_vocabulary._SHARD_BYTES", 2000)
+    monkeypatch.setattr("lm_experiments_tools.tools.train_vocabulary._MAX_SHARDS", 8)
+    monkeypatch.setattr("lm_experiments_tools.tools.train_vocabulary._SHARD_BYTES", 2000)
     letters = "abcdefghij"
     texts = [f"{letter * 3} {text}" for letter in letters for text in make_texts(100)]
     write_jsonl(tmp_path / "a.jsonl", texts)
