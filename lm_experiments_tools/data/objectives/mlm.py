@@ -96,20 +96,14 @@ class MaskedLM(Objective):
         self.special[[*self.vocabulary.special_ids, self.vocabulary.pad_id, self.mask_id]] = True
         self.ordinary_ids = np.flatnonzero(~self.special)
 
-    def example(self, tokens: np.ndarray, rng: Generator) -> dict[str, np.ndarray]:
-        return self._masked(tokens, rng.random(len(tokens)))
-
     def examples(self, rows: np.ndarray, rngs: Iterator[Generator]) -> dict[str, np.ndarray]:
         # One call of numpy for many rows: five times as fast.
-        return self._masked(rows, np.stack([rng.random(rows.shape[1]) for rng in rngs]))
-
-    def _masked(self, tokens: np.ndarray, random: np.ndarray) -> dict[str, np.ndarray]:
-        starts = None
+        random, starts = np.stack([rng.random(rows.shape[1]) for rng in rngs]), None
         if self.starts_word is not None:
-            starts = self.starts_word[tokens]
-            starts[..., 1:] |= self.special[tokens[..., :-1]]  # a word does not continue after a special token
+            starts = self.starts_word[rows]
+            starts[:, 1:] |= self.special[rows[:, :-1]]  # a word does not continue after a special token
         masking = self.mask_id, self.ordinary_ids, self.special, self.replace, starts
-        inputs, labels = mask_tokens(tokens, random, self.probability, *masking)
+        inputs, labels = mask_tokens(rows, random, self.probability, *masking)
         return {"input_ids": inputs, "labels": labels}
 
     def describe(self) -> str:
@@ -123,9 +117,6 @@ class MaskedLM(Objective):
 
 class Blocks(Objective):
     """Blocks of `input_length` tokens without labels, which `SampleMasking` masks."""
-
-    def example(self, tokens: np.ndarray, rng: Generator) -> dict[str, np.ndarray]:
-        return {"input_ids": tokens}
 
     def examples(self, rows: np.ndarray, rngs: Iterator[Generator]) -> dict[str, np.ndarray]:
         return {"input_ids": rows}

@@ -53,15 +53,6 @@ def test_target_length_is_a_limit():
         dataset(5000, 512, target_length=113)
 
 
-def test_several_sources_are_read_as_one():
-    whole = dataset(1000)
-    pieces = np.split(np.arange(10, 1010), [1, 1, 340, 341, 990])
-    parts = dataset(tokens=[source(piece, str(k)) for k, piece in enumerate(pieces)])
-    numbers = np.arange(3 * len(whole))
-    for name, values in whole.batch(numbers).items():
-        np.testing.assert_array_equal(parts.batch(numbers)[name], values)
-
-
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_global_batches_are_the_same_for_any_number_of_workers(world_size):
     one = take(TrainLoader(dataset(), 8), 15)  # more than three epochs of 30
