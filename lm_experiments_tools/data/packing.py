@@ -17,17 +17,11 @@ _OPEN_ROWS = 64
 
 
 class Patterns(NamedTuple):
-    """Result of packing by lengths alone. A pattern is a combination of lengths that fill one row.
+    """Result of packing by lengths alone. A pattern is a combination of lengths that fill one row."""
 
-    Attributes:
-        lengths: int64, the lengths of all patterns, one pattern after the other.
-        sizes: int64[number of patterns], number of segments of each pattern.
-        counts: int64[number of patterns], number of rows that have each pattern.
-    """
-
-    lengths: np.ndarray
-    sizes: np.ndarray
-    counts: np.ndarray
+    lengths: np.ndarray  # int64, the lengths of all patterns, one pattern after the other
+    sizes: np.ndarray  # int64[number of patterns], number of segments of each pattern
+    counts: np.ndarray  # int64[number of patterns], number of rows that have each pattern
 
 
 def pack(lengths: np.ndarray, capacity: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from lm_experiments_tools.data.dataset import Batch, Dataset, joined
 from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool
-from lm_experiments_tools.errors import RunError, UserError
+from lm_experiments_tools.errors import RunError
 
 
 class ParallelDataset(Dataset):
@@ -17,33 +16,20 @@ class ParallelDataset(Dataset):
 
     def __init__(self, dataset: Dataset, num_workers: int) -> None:
         super().__init__(dataset.members, dataset.mixture, dataset.masking)
-        self.num_workers = num_workers
-        try:
-            pickle.dumps(dataset)
-        except (AttributeError, TypeError, pickle.PicklingError) as error:
-            raise UserError(f"--data_n_workers: the objective cannot be sent to processes ({error}).") from None
-        self._pool = WorkerPool(work, dataset, num_workers)
+        self.num_workers, self._pool = num_workers, WorkerPool(work, dataset, num_workers)
 
     def batch(self, samples: np.ndarray) -> Batch:
-        places = np.array_split(np.arange(len(samples)), self._num_parts(samples))
-        return joined(
-            zip(places, self._answers("batch", self._arranged(samples)), strict=True),
-            len(samples),
-            "examples of --task",
-        )
+        return joined(self._parts("batch", self._arranged(samples)), len(samples), "examples of --task")
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
-        return np.concatenate(self._answers("lengths", samples), axis=1)
+        return np.concatenate([lengths for _, lengths in self._parts("lengths", samples)], axis=1)
 
-    def _num_parts(self, samples: np.ndarray) -> int:
-        return min(self.num_workers, len(samples))
-
-    def _answers(self, method: str, samples: np.ndarray) -> list:
-        """What the workers return for equal parts of the samples. Raises RunError if one of them has died."""
-        parts = np.array_split(samples, self._num_parts(samples))
-        futures = [self._pool.submit((method, part)) for part in parts]
+    def _parts(self, method: str, samples: np.ndarray) -> list[tuple[np.ndarray, Any]]:
+        """Indices of some samples and a worker's answer for them. Raises RunError if a worker has died."""
+        places = np.array_split(np.arange(len(samples)), min(self.num_workers, len(samples)))
+        futures = [self._pool.submit((method, samples[here])) for here in places]
         try:
-            return [future.result() for future in futures]
+            return [(here, future.result()) for here, future in zip(places, futures, strict=True)]
         except WorkerEnded as end:
             how = "was killed, often for lack of memory" if end.returncode == -9 else "ended by the error above"
             raise RunError(f"a process that makes examples (--data_n_workers) {how}") from None
@@ -54,8 +40,4 @@ class ParallelDataset(Dataset):
 
 def work(caller: Caller) -> None:
     """Run a worker process, which answers (name of a method, samples)."""
-
-    def prepare(dataset: Dataset) -> Callable[[tuple[str, np.ndarray]], Batch | np.ndarray]:
-        return lambda request: getattr(dataset, request[0])(request[1])
-
-    caller.serve(prepare)
+    caller.serve(lambda dataset: lambda request: getattr(dataset, request[0])(request[1]))

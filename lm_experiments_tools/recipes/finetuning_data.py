@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,7 +37,6 @@ from lm_experiments_tools.data.examples.examples import (
 )
 from lm_experiments_tools.data.examples.instructions import (
     TK_INSTRUCT,
-    InstructionData,
     PromptParts,
     instruction_examples,
 )
@@ -189,7 +189,7 @@ class _Reader:
                 "rows below its header."
             )
         if args.task == "multi_label" and found <= {"0", "1"}:
-            raise UserError("the only labels are 0 and 1: give the names of the labels by --label_names.")
+            raise UserError("the only labels are 0 and 1: write the names of the labels that apply to each row.")
         return saved if set(saved) == found else in_order(found)
 
     def _label_fields(self) -> LabelFields:
@@ -223,9 +223,8 @@ class _Reader:
             limit = args.max_instances_per_task if training else args.max_instances_per_eval_task
             chosen_parts = PromptParts(**{flag.name: getattr(args, flag.name) for flag in fields(PromptParts)})
             parts = TK_INSTRUCT if args.tk_instruct and training else (chosen_parts,)
-            data = InstructionData(path, args.sni_split, limit, parts)
-            names_file = f"{'train' if training else 'test'}_tasks.txt"
-            return instruction_examples(data, names_file, rejected, encoder.num_tokens, encoder.sources.limit)
+            listing = Path(path) / "splits" / args.sni_split / f"{'train' if training else 'test'}_tasks.txt"
+            return instruction_examples(listing, limit, parts, rejected, encoder.num_tokens, encoder.sources.limit)
         path = file_of_split(path, split)
         if args.task == "text_to_text":
             named = TextFields(args.source_id, args.target_id, args.prefix, args.id_field, args.table_columns)
@@ -267,7 +266,7 @@ class _Reader:
         args = self.args
         if args.task == "causal_lm":
             return self._blocks(args.data_path, args.max_train_samples, args.seed)
-        encoder = self._encoder()
+        encoder = text_encoder(args, self.tokenizer)
         examples: Iterable[Example] = self._examples(args.data_path, "train", encoder)
         if args.max_train_samples is not None:
             examples = chosen(list(examples), args.max_train_samples)
@@ -285,7 +284,7 @@ class _Reader:
         if self.args.task == "causal_lm":
             path = text_of_split(path, split)
             return EvalSplit(split, ValidLoader(self._blocks([path], None, FIXED_SEED), rows, *where, limit), [])
-        encoder = self._encoder()
+        encoder = text_encoder(self.args, self.tokenizer)
         examples = chosen(list(self._examples([path], split, encoder)), limit)
         dataset = Dataset(self._rows(examples, split, encoder))
         arrangement = LongestFirst(dataset.lengths, len(dataset), TARGET_STEP)
@@ -308,15 +307,6 @@ class _Reader:
         for line in [*lines, first_example(encoded, self.tokenizer, self.label_names)] if training else ():
             logger.log(logging.INFO if self.backend.is_main else logging.DEBUG, "%s: %s", split, line)
         return example_rows(args, encoded, self.tokenizer, training=training)
-
-    def _encoder(self) -> ExampleEncoder:
-        """Tokenizes one split, and counts what it cuts off."""
-        encoder = text_encoder(self.args, self.tokenizer)
-        if self.args.prefix:
-            new = " after --num_virtual_tokens new ones" if self.args.peft == "new_tokens" else ""
-            end = " with --suffix" if self.args.suffix else ""
-            encoder.check_prefix(self.args.prefix, f"--prefix{new}{end}")
-        return encoder
 
     def _report(self, split: str, encoder: ExampleEncoder) -> None:
         """One line on what was cut off, or that nothing was."""

@@ -11,7 +11,6 @@ import torch
 from lm_experiments_tools.data.examples.dataset import ExampleRows, encode_examples
 from lm_experiments_tools.data.examples.instructions import (
     TK_INSTRUCT,
-    InstructionData,
     PromptParts,
     instruction_examples,
     prompt_text,
@@ -22,7 +21,7 @@ from tests.helpers.real_data import DATA, lacking
 
 TASK = {
     "Task": "task001_add",
-    "Definition": ["Add the numbers", "never read"],
+    "Definition": "Add the numbers",
     "Positive Examples": [
         {"input": "1 2 ", "output": " 3", "explanation": "1 + 2 is 3"},
         {"input": "Is 2 + 2 four?", "output": "yes!"},
@@ -85,9 +84,8 @@ def tokenizer(tmp_path_factory):
 
 
 def test_tk_instruct_draws_every_form_and_every_output_by_seed_epoch_and_example(tokenizer):
-    data = InstructionData(str(DATA / "sni"), "default", 2, TK_INSTRUCT)
-    encoder = ExampleEncoder(tokenizer, 1024, 64)
-    found = instruction_examples(data, "test_tasks.txt", RejectedRecords(0), encoder.num_tokens, 1024)
+    listing, encoder = DATA / "sni" / "splits" / "default" / "test_tasks.txt", ExampleEncoder(tokenizer, 1024, 64)
+    found = instruction_examples(listing, 2, TK_INSTRUCT, RejectedRecords(0), encoder.num_tokens, 1024)
     examples = list(islice(found, 6))
     assert all(len(set(example.variants)) == 5 for example in examples)
     encoded = encode_examples(examples, encoder, "encoder-decoder", all_targets=True)

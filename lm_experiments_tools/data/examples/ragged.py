@@ -1,6 +1,6 @@
 """Rows of integers of different lengths, such as token ids, in one flat array."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
@@ -8,8 +8,6 @@ import numpy as np
 
 class Ragged:
     """Rows of integers, such as token ids, of different lengths, stored in one flat array.
-
-    A row needs 8 bytes, and an integer 4 bytes, or 2 if all integers fit.
 
     Args:
         lengths: int64[number of rows], number of integers in each row.
@@ -42,22 +40,15 @@ class Ragged:
 
 
 class RaggedBuilder:
-    """Builds a `Ragged` row by row, with little more memory than the result needs."""
+    """Builds a `Ragged` from some rows at a time, with little more memory than the result needs."""
 
     def __init__(self, dtype: type[np.integer] = np.int32) -> None:
         self.dtype = dtype
-        self._values: list[np.ndarray] = []
-        self._lengths: list[np.ndarray] = []
+        self._values, self._lengths = [np.empty(0, dtype)], [np.empty(0, np.int64)]
 
-    def extend(self, rows: Iterable[Sequence[int]]) -> None:
-        rows = list(rows)
-        lengths = np.array([len(row) for row in rows], np.int64)
-        flat = np.fromiter(chain.from_iterable(rows), self.dtype, int(lengths.sum()))
-        self._values.append(flat)
-        self._lengths.append(lengths)
+    def extend(self, rows: Sequence[Sequence[int]]) -> None:
+        self._values.append(np.fromiter(chain.from_iterable(rows), self.dtype))
+        self._lengths.append(np.array([len(row) for row in rows], np.int64))
 
     def build(self) -> Ragged:
-        return Ragged(
-            np.concatenate([np.empty(0, self.dtype), *self._values]),
-            np.concatenate([np.empty(0, np.int64), *self._lengths]),
-        )
+        return Ragged(np.concatenate(self._values), np.concatenate(self._lengths))

@@ -167,8 +167,6 @@ class Objective:
 def build_objective(args: T5PretrainingArgs, vocabulary: Tokenizer, model_kind: ModelKind) -> Objective:
     """Make the objective `--task`, with the flags that it reads as arguments of its class.
 
-    No training data are needed, so that a run can fail before it tokenizes any text.
-
     Raises UserError: the objective refuses the settings or the vocabulary.
     """
     facts = args.objective()

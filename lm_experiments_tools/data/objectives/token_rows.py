@@ -102,20 +102,13 @@ class TokenRows:
 
     # ---- tokens ----
 
-    def starts_of(self, epochs: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return the index int64[n] in the token stream of the first token of each row, given row numbers int64[n]."""
+    def _starts(self, epochs: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """The index int64[n] in the token stream of the first token of each row."""
         shifts = np.array([epoch_shift(self.seed, epoch, self.num_tokens) for epoch in epochs.tolist()], np.int64)
         return (shifts + self._offsets(rows)) % self.num_tokens
 
-    def read(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Read `length` tokens from each start index int64[n]. After the last token, reading continues at the first.
-
-        Returns:
-            int64[n, length].
-
-        Raises:
-            UserError: a token id is outside the vocabulary.
-        """
+    def _read(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Tokens int64[n, length] from each start index on. After the last token, reading continues at the first."""
         tokens = np.empty((len(starts), length), np.int64)
         for row, start in zip(tokens, starts.tolist(), strict=True):
             filled, begin = 0, start
@@ -140,7 +133,7 @@ class TokenRows:
             entries of the objective's examples.
 
         Raises:
-            UserError: an example is longer than the maximum lengths.
+            UserError: a token id is outside the vocabulary, or a user's example cannot be used.
         """
         parts = (
             (here, self._padded(member.examples(tokens, rngs), member))
@@ -168,9 +161,9 @@ class TokenRows:
                 here = np.flatnonzero((kinds == kind) & ((is_last & self._last_row_is_short) == is_short))
                 for begin in range(0, len(here), _EXAMPLES_AT_ONCE):
                     some = here[begin : begin + _EXAMPLES_AT_ONCE]
-                    starts = self.starts_of(epochs[some], rows[some]) - member.overlap
+                    starts = self._starts(epochs[some], rows[some]) - member.overlap
                     rngs = row_generators(self._noise_key, epochs[some], rows[some])
-                    yield some, member, self.read(starts % self.num_tokens, length), rngs
+                    yield some, member, self._read(starts % self.num_tokens, length), rngs
 
     def _padded(self, made: Mapping[str, Rows], member: Objective) -> dict[str, np.ndarray]:
         """The entries of some examples as int64[n, maximum length], with first ids, EOS and `attention_mask`."""

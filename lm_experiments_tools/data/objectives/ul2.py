@@ -34,9 +34,7 @@ MODE_PIECES = {"R": "[NLU]", "X": "[NLG]", "S": "[S2S]"}
 
 
 def mode_ids(vocabulary: Tokenizer) -> dict[str, int]:
-    """Return the ids of UL2's mode tokens, which name the denoiser R, X or S at the start of the input.
-
-    These are [NLU], [NLG] and [S2S] if the vocabulary has them, or else the last three sentinels.
+    """Return the ids of UL2's mode tokens: [NLU], [NLG] and [S2S] if the vocabulary has them, else its last sentinels.
 
     Raises UserError: the vocabulary has neither these tokens nor four sentinels.
     """

@@ -65,10 +65,3 @@ def test_processes_map_the_token_file_themselves(tmp_path):
     sent = pickle.dumps(dataset)
     assert len(sent) < 20_000
     assert all((pickle.loads(sent).batch(np.arange(8))[name] == values).all() for name, values in before.items())
-
-
-def test_an_objective_that_cannot_be_sent_is_refused():
-    dataset = mixture()
-    dataset.members[0].objective.draw = lambda: None
-    with pytest.raises(UserError, match="--data_n_workers: the objective cannot be sent to processes"):
-        ParallelDataset(dataset, 2)

@@ -16,7 +16,7 @@ from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.mixture import Mixture
 from lm_experiments_tools.data.objectives.causal_lm import CausalLM
-from lm_experiments_tools.data.objectives.mlm import MaskedLM, mask_tokens
+from lm_experiments_tools.data.objectives.mlm import MaskedLM
 from lm_experiments_tools.data.objectives.objective import Objective, TokenIds, build_objective
 from lm_experiments_tools.data.objectives.prefix_lm import PrefixLM
 from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption
@@ -155,10 +155,10 @@ def test_worked_examples_of_causal_lm():
 
 def test_worked_example_of_masked_lm():
     random = np.array([0.5, 0.1, 0.13, 0.14, 0.1, 0.9])
-    special = np.isin(np.arange(100), [0, 1, 99])
-    inputs, labels = mask_tokens(np.array([10, 11, 12, 13, 1, 14]), random, 0.15, 99, np.arange(10, 20), special)
-    assert inputs.tolist() == [10, 99, 16, 13, 1, 14]
-    assert labels.tolist() == [-100, 11, 12, 13, -100, -100]
+    ids = TokenIds(100, mask_id=99, special_ids=[*range(10), *range(20, 99)])
+    example = MaskedLM.create(ids, 6, model_kind="encoder").masked(np.array([[10, 11, 12, 13, 1, 14]]), random[None])
+    assert example["input_ids"].tolist() == [[10, 99, 16, 13, 1, 14]]
+    assert example["labels"].tolist() == [[-100, 11, 12, 13, -100, -100]]
 
 
 # ---- the token stream
