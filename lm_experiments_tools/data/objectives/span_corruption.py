@@ -105,11 +105,7 @@ def random_spans_lengths(inputs_length: int, noise_density: float, mean_noise_sp
 
 
 def plan_spans(
-    inputs_length: int,
-    noise_density: float,
-    mean_noise_span_length: float,
-    max_targets: float = inf,
-    max_spans: float = inf,
+    inputs_length: int, noise_density: float, mean_span: float, max_targets: float = inf, max_spans: float = inf
 ) -> SpanCounts:
     """Compute the numbers of tokens and spans of the longest row whose inputs, targets and spans fit.
 
@@ -118,15 +114,14 @@ def plan_spans(
 
     Raises UserError: no row fits, or `random_spans_lengths` refuses the settings.
     """
-    longest, _ = random_spans_lengths(inputs_length, noise_density, mean_noise_span_length)
-    for tokens_length in range(longest, 1, -1):
-        counts = count_spans(tokens_length, noise_density, mean_noise_span_length)
+    for tokens_length in range(random_spans_lengths(inputs_length, noise_density, mean_span)[0], 1, -1):
+        counts = count_spans(tokens_length, noise_density, mean_span)
         lengths_fit = counts.inputs_length <= inputs_length and counts.targets_length <= max_targets
         if lengths_fit and counts.num_spans <= max_spans:
             return counts
     raise UserError(
-        f"Spans of {mean_noise_span_length:g} tokens in {noise_density:g} of the text need a larger --input_seq_len "
-        "or --target_seq_len."
+        f"Spans of {mean_span:g} tokens in {noise_density:g} of the text need a larger --input_seq_len or "
+        "--target_seq_len."
     )
 
 

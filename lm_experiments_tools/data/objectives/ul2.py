@@ -92,12 +92,6 @@ class UL2(Objective):
         self.mode_tokens = mode_tokens
 
     def prepare(self) -> None:
-        available = self.input_length - self.mode_tokens
-        if available < 3 or self.target_length < 2:
-            raise UserError(
-                f"ul2 needs at least {3 + self.mode_tokens} inputs and 2 targets, but --input_seq_len is "
-                f"{self.input_length} and --target_seq_len {self.target_length}."
-            )
         self.modes = mode_ids(self.vocabulary) if self.mode_tokens else {}
         self.members = [self._denoiser(spec) for spec in self.specs]
         self.schedule = build_schedule([spec.weight for spec in self.specs])

@@ -414,7 +414,7 @@ def test_a_vocabulary_without_room_for_them_is_refused(tmp_path):
     [
         (prefix_lm, {"input_length": 2}, "--input_seq_len is"),
         (prefix_lm, {"target_length": 1}, "--input_seq_len is"),
-        (ul2, {"input_length": 3}, "at least 4 inputs and 2 targets"),
+        (ul2, {"input_length": 3}, "--input_seq_len"),
         (
             ul2,
             {"input_length": 8, "target_length": 2},
