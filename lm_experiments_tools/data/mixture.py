@@ -93,8 +93,8 @@ def mixing_rates(
 ) -> np.ndarray:
     """Compute T5's mixing rates: min(weight * size, maximum) ** (1 / temperature), rescaled to the same sum.
 
-    They are proportional to seqio's `mixing_rate_num_examples` (Raffel et al., 2020, section 3.5.2). A temperature of 1
-    keeps the proportions, larger values make them more equal.
+    They are proportional to seqio's `mixing_rate_num_examples` (Raffel et al., 2020, section 3.5.2). A temperature of
+    1 keeps the proportions, larger values make them more equal.
 
     Returns:
         float64[k], samples per epoch of each dataset; near [2, 2] for sizes [1, 3] and a high temperature.

@@ -206,29 +206,44 @@ def _is_null(value: Any) -> bool:
 # ---- sentences with labels ----
 
 
-@dataclass(frozen=True)
+@dataclass
 class LabelFields:
-    """Names of the fields that hold the sentences, the label and the id; empty or None for those of GLUE's datasets.
+    """Names of the fields of sentences, label and id in the rows of a run; empty or None for those of GLUE's data.
 
     Attributes:
-        known: names of the sentence fields that the model was trained on, preferred to other fields.
-        as_text: join the sentences and their names to one text, as an encoder-decoder reads them.
+        as_text: the sentences and their names are one text, as an encoder-decoder reads them.
         several: a row may have any number of labels.
+        names: names of the sentence fields of the loaded model's data, else of the first row; empty before it is read.
+        where: the place of these names, for error messages.
     """
 
     texts: tuple[str, ...] = ()
     label: str | None = None
     prefix: str = ""
     id: str | None = None
-    known: tuple[str, ...] = ()
     as_text: bool = False
     several: bool = False
     columns: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    where: str = ""
 
-    def texts_of(self, fields: dict[str, Any]) -> tuple[str, ...]:
-        if self.texts:
-            return self.texts
-        for names in (self.known, *PAIR_FIELDS):
+    def sentences_of(self, row: Record) -> tuple[str, ...]:
+        """Return the names of a row's sentence fields, as many as in the first row; `as_text`: the same names.
+
+        Raises BadRecord: the row has other fields.
+        """
+        names = self.texts or self._usual(row.value)
+        if not self.names:
+            self.names, self.where = names, row.where
+        if len(names) != len(self.names) or (names != self.names and self.as_text):
+            here, there = (
+                f"{'a pair' if len(n) > 1 else 'one sentence'} ({', '.join(n)})" for n in (names, self.names)
+            )
+            raise BadRecord(f"{here}, where {self.where} has {there}: select the same by --text_fields")
+        return names
+
+    def _usual(self, fields: dict[str, Any]) -> tuple[str, ...]:
+        for names in (self.names, *PAIR_FIELDS):
             if names and all(name in fields for name in names):
                 return names[::-1] if self.as_text and names is MNLI_FIELDS else names  # T5 sorts them by name
         return (_found(fields, SENTENCE_FIELDS, "--text_fields"),)
@@ -255,33 +270,12 @@ class LabelFields:
             return False
 
 
-@dataclass
-class SentenceNames:
-    """Names of the sentence fields of a run's first row (empty before it is read), which its other rows must have too.
-
-    `in_text`: the names are part of the model's input. If not, only the number of sentences must be equal.
-    """
-
-    names: tuple[str, ...] = ()
-    where: str = ""
-    in_text: bool = True
-
-    def check(self, names: tuple[str, ...], where: str) -> None:
-        if not self.names:
-            self.names, self.where = names, where
-        if len(names) != len(self.names) or (names != self.names and self.in_text):
-            here, there = (
-                f"{'a pair' if len(n) > 1 else 'one sentence'} ({', '.join(n)})" for n in (names, self.names)
-            )
-            raise BadRecord(f"{here}, where {self.where} has {there}: select the same by --text_fields")
-
-
 def found_labels(path: str, fields: LabelFields, rejected: RejectedRecords) -> set[str]:
     """Return the names of all labels of usable rows. Raises UserError if too many rows cannot be used."""
 
     def names(row: Record) -> tuple[str, ...]:
         # Rows without a usable text are left out later, so their labels must not become classes.
-        for key in fields.texts_of(row.value):
+        for key in fields.sentences_of(row):
             text_in(row.value, key)
         return fields.names_in(row.value)
 
@@ -323,7 +317,6 @@ def label_examples(
     names: Sequence[str] = (),
     words: Sequence[str] | None = None,
     with_labels: bool = True,
-    sentences: SentenceNames | None = None,
 ) -> Iterator[Example]:
     """Read sentences, or pairs of sentences, with their labels from a file or dataset.
 
@@ -334,18 +327,16 @@ def label_examples(
     Args:
         names: the labels in the order of their numbers; empty if the labels are numbers to predict.
         words: target text of each label for an encoder-decoder (empty for numbers); None for an encoder.
-        sentences: names of the sentence fields that all data of the run must have; None for no check.
 
     Raises:
         UserError: there are too many bad rows.
     """
     numbers = {plain_number(name.strip()): number for number, name in enumerate(names)}
-    sentences, rounded = sentences or SentenceNames(in_text=words is not None), 0
+    rounded = 0
 
     def convert(row: Record) -> Example:
         nonlocal rounded
-        keys = fields.texts_of(row.value)
-        sentences.check(keys, row.where)
+        keys = fields.sentences_of(row)
         texts = [text_in(row.value, key) for key in keys]
         label = _label(row.value, fields, numbers) if with_labels else None
         name = _name(row.value, fields.id, "id") or str(row.number)

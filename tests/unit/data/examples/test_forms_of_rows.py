@@ -265,7 +265,7 @@ def test_the_table_of_mnli_has_its_own_names_and_the_hub_those_of_t5(tmp_path):
     hub = as_source([{"premise": "w1 w2", "hypothesis": "w3", "label": "neutral"}], "rows")
     for fields, expected in (
         (LabelFields(as_text=True), "hypothesis: w3 premise: w1 w2"),
-        (LabelFields(known=("premise", "hypothesis"), as_text=True), "premise: w1 w2 hypothesis: w3"),  # saved so
+        (LabelFields(names=("premise", "hypothesis"), as_text=True), "premise: w1 w2 hypothesis: w3"),  # saved so
     ):
         (example,) = label_examples(hub, fields, RejectedRecords(0), names=("neutral",), words=("maybe",))
         assert example.source == expected
