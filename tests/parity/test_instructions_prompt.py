@@ -94,9 +94,9 @@ def test_tk_instruct_draws_every_form_and_every_output_by_seed_epoch_and_example
     epochs, rows = np.divmod(np.arange(40 * len(data)), len(data))
     sources, targets = data.draw(epochs, rows)
     for number, example in enumerate(examples):
-        forms = sources[rows == number] - encoded.first_source[number]
+        forms = sources[rows == number] - encoded.sources.firsts[number]
         assert set(forms.tolist()) == set(range(5))
-        drawn = targets[rows == number] - encoded.first_target[number]
+        drawn = targets[rows == number] - encoded.targets.firsts[number]
         assert set(drawn.tolist()) == set(range(len(example.targets)))
     batch = {name: torch.from_numpy(values) for name, values in data.batch(epochs[7:9], rows[7:9]).items()}
     for row, ids in enumerate(batch["input_ids"]):

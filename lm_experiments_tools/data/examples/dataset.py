@@ -40,22 +40,19 @@ class EncodedExamples:
     """Token ids of all examples of a data split, such as the training or validation data.
 
     Attributes:
-        sources: token ids of all sources (input texts). Example n has the rows first_source[n] to
-            first_source[n + 1] - 1.
-        targets, first_target: likewise for the target texts; None for an encoder.
+        sources: token ids of all sources (input texts); those of an example are a group.
+        targets: likewise of the target texts; None for an encoder.
         types: `token_type_ids` of each source; None if the tokenizer does not return them.
         labels: of an encoder, int64[n] classes, float32[n] values, or float32[n, num_labels] of 0 and 1; else None.
     """
 
     sources: Ragged
-    first_source: np.ndarray
     targets: Ragged | None = None
-    first_target: np.ndarray | None = None
     types: Ragged | None = None
     labels: np.ndarray | None = None
 
     def __len__(self) -> int:
-        return len(self.first_source) - 1
+        return len(self.sources.firsts) - 1
 
 
 def encode_examples(
@@ -66,35 +63,27 @@ def encode_examples(
     With `num_labels` an example may have several labels at the same time.
     """
     sources, targets, types = RaggedBuilder(), RaggedBuilder(), RaggedBuilder(np.uint8)
-    num_sources: list[int] = []
-    num_targets: list[int] = []
     labels: list[int | float | tuple[int, ...]] = []
     remaining = iter(examples)
     while some := list(islice(remaining, _AT_ONCE)):
         texts = [example.variants or (example.source,) for example in some]
         pairs = [example.pair for example in some] if some[0].pair is not None else None
         entries = encoder.encode_sources([text for forms in texts for text in forms], pairs)
-        sources.extend(entries["input_ids"])
-        num_sources += map(len, texts)
+        sources.extend(entries["input_ids"], map(len, texts))
         if kind == "encoder":
             types.extend(entries.get("token_type_ids", []))
             labels += [IGNORED_LABEL if example.label is None else example.label for example in some]
         elif some[0].targets:
             wanted = [example.targets if all_targets else example.targets[:1] for example in some]
-            targets.extend(encoder.encode_targets([text for forms in wanted for text in forms]))
-            num_targets += map(len, wanted)
+            targets.extend(encoder.encode_targets([text for forms in wanted for text in forms]), map(len, wanted))
         else:  # of the whole split: one empty target each
             targets.extend([[]] * len(some))
-            num_targets += [1] * len(some)
-    encoded = EncodedExamples(sources.build(), _firsts(num_sources))
     if kind != "encoder":
-        encoded.targets, encoded.first_target = targets.build(), _firsts(num_targets)
-        return encoded
+        return EncodedExamples(sources.build(), targets.build())
     type_rows = types.build()
-    encoded.types = type_rows if len(type_rows) else None
     dtype = np.int64 if all(isinstance(label, int) for label in labels) else np.float32
-    encoded.labels = _label_rows(labels, num_labels) if num_labels else np.array(labels, dtype)
-    return encoded
+    found = _label_rows(labels, num_labels) if num_labels else np.array(labels, dtype)
+    return EncodedExamples(sources.build(), types=type_rows if len(type_rows) else None, labels=found)
 
 
 def _label_rows(labels: list[int | tuple[int, ...]], num_labels: int) -> np.ndarray:
@@ -106,10 +95,6 @@ def _label_rows(labels: list[int | tuple[int, ...]], num_labels: int) -> np.ndar
         else:
             row[list(chosen)] = 1.0
     return rows
-
-
-def _firsts(counts: list[int]) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
 
 
 class ExampleRows:
@@ -152,18 +137,17 @@ class ExampleRows:
         digest.update(json.dumps(settings).encode())
         encoded = self.encoded
         ragged = [r for r in (encoded.sources, encoded.targets, encoded.types) if r is not None]
-        arrays = [array for r in ragged for array in (r.values, r.lengths)]
-        for array in (*arrays, encoded.first_source, encoded.first_target, encoded.labels):
-            if array is not None:
-                digest.update(array.tobytes())
+        arrays = [array for r in ragged for array in (r.values, r.lengths, r.firsts)]
+        for array in arrays if encoded.labels is None else (*arrays, encoded.labels):
+            digest.update(array.tobytes())
         return digest.hexdigest()
 
     def draw(self, epochs: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Draw a source and a target of each example: indices int64[n] of both; targets are None for an encoder."""
-        sources = self._draw("source", self.encoded.first_source, epochs, rows)
-        if self.encoded.first_target is None:
+        sources = self._draw("source", self.encoded.sources.firsts, epochs, rows)
+        if self.encoded.targets is None:
             return sources, None
-        return sources, self._draw("target", self.encoded.first_target, epochs, rows)
+        return sources, self._draw("target", self.encoded.targets.firsts, epochs, rows)
 
     def _draw(self, purpose: str, firsts: np.ndarray, epochs: np.ndarray, rows: np.ndarray) -> np.ndarray:
         counts = firsts[rows + 1] - firsts[rows]

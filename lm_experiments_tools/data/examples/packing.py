@@ -105,7 +105,5 @@ class PackedRows:
 
 def _longest(encoded: EncodedExamples) -> np.ndarray:
     """int64[sides, n]: tokens of the longest source, and of the longest target, that an example may have."""
-    sides = [(encoded.sources, encoded.first_source)]
-    if encoded.targets is not None:
-        sides.append((encoded.targets, encoded.first_target))
-    return np.stack([np.maximum.reduceat(ragged.lengths, firsts[:-1]) for ragged, firsts in sides])
+    sides = [side for side in (encoded.sources, encoded.targets) if side is not None]
+    return np.stack([np.maximum.reduceat(side.lengths, side.firsts[:-1]) for side in sides])

@@ -1,6 +1,6 @@
 """Rows of integers of different lengths, such as token ids, in one flat array."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import numpy as np
@@ -9,13 +9,20 @@ import numpy as np
 class Ragged:
     """Rows of integers, such as token ids, of different lengths, stored in one flat array.
 
+    Rows may form groups, such as the targets of one example. Without `sizes` each row is a group.
+
     Args:
         lengths: int64[number of rows], number of integers in each row.
+        sizes: int64[number of groups], number of rows in each group.
+
+    Attributes:
+        firsts: int64[number of groups + 1]: group n has the rows firsts[n] to firsts[n + 1] - 1.
     """
 
-    def __init__(self, values: np.ndarray, lengths: np.ndarray) -> None:
+    def __init__(self, values: np.ndarray, lengths: np.ndarray, sizes: np.ndarray | None = None) -> None:
         self.values, self.lengths = values, lengths
-        self.starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
+        self.starts = np.cumsum(lengths) - lengths
+        self.firsts = np.concatenate([[0], np.cumsum(np.ones_like(lengths) if sizes is None else sizes)])
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -45,10 +52,13 @@ class RaggedBuilder:
     def __init__(self, dtype: type[np.integer] = np.int32) -> None:
         self.dtype = dtype
         self._values, self._lengths = [np.empty(0, dtype)], [np.empty(0, np.int64)]
+        self._sizes: list[int] = []
 
-    def extend(self, rows: Sequence[Sequence[int]]) -> None:
+    def extend(self, rows: Sequence[Sequence[int]], sizes: Iterable[int] | None = None) -> None:
         self._values.append(np.fromiter(chain.from_iterable(rows), self.dtype))
         self._lengths.append(np.array([len(row) for row in rows], np.int64))
+        self._sizes += [1] * len(rows) if sizes is None else sizes
 
     def build(self) -> Ragged:
-        return Ragged(np.concatenate(self._values), np.concatenate(self._lengths))
+        sizes = np.array(self._sizes, np.int64)
+        return Ragged(np.concatenate(self._values), np.concatenate(self._lengths), sizes)
