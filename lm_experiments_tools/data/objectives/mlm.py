@@ -29,7 +29,6 @@ from lm_experiments_tools.data.order import row_generators, stream_key
 from lm_experiments_tools.labels import IGNORED_LABEL
 
 _VERSION = 3  # of the mapping (seed, sample, row) -> masked row; part of the fingerprint
-REPLACE = (0.8, 0.1, 0.1)
 
 
 class MaskedLM(Objective):
@@ -44,7 +43,10 @@ class MaskedLM(Objective):
     """
 
     def __init__(
-        self, mlm_probability: float = 0.15, replace: Sequence[float] = REPLACE, starts_word: np.ndarray | None = None
+        self,
+        mlm_probability: float = 0.15,
+        replace: Sequence[float] = (0.8, 0.1, 0.1),
+        starts_word: np.ndarray | None = None,
     ) -> None:
         self.probability, self.replace, self.starts_word = mlm_probability, replace, starts_word
 

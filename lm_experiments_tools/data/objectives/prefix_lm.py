@@ -25,6 +25,7 @@ class PrefixLM(Objective):
 
     Args:
         noise_density: average fraction of tokens in the target, in (0, 0.5].
+        first_ids: UL2's mode token.
 
     Raises:
         UserError: `input_length` is below 3, or `target_length` below 2.
