@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 
@@ -36,24 +35,10 @@ _STEPS = 32  # of `MixedSteps` in a window
 _32 = np.uint64(32)
 
 
-class Arrangement(Protocol):
-    """Interface of orders: a function from a place to the sample that is read there, a permutation of each epoch.
-
-    Attributes:
-        name: identifies the order, as a part of the fingerprint of the data.
-    """
-
-    name: str
-
-    def __len__(self) -> int: ...
-
-    def __call__(self, places: np.ndarray) -> np.ndarray: ...
-
-    def describe(self) -> str: ...
-
-
 class Buckets:
     """An order in which samples of similar length are adjacent: windows sorted by length, in shuffled buckets.
+
+    An order is a function from places to samples, a permutation of each epoch. Its name is a part of the fingerprint.
 
     Args:
         bucket_rows: samples per bucket. Best is the number of samples of a step, or of a micro-batch over all workers.

@@ -27,7 +27,7 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import json_sha256
 
 if TYPE_CHECKING:
-    from lm_experiments_tools.data.arrangement import Arrangement
+    from lm_experiments_tools.data.arrangement import Buckets, LongestFirst
     from lm_experiments_tools.data.objectives.mlm import SampleMasking
 
 Batch = dict[str, np.ndarray]
@@ -121,7 +121,7 @@ class Dataset(SampleDataset):
     ) -> None:
         self.members: list[Rows] = list(members) if isinstance(members, Sequence) else [members]
         self.mixture, self.masking = mixture, masking
-        self.arrangement: Arrangement | None = None
+        self.arrangement: Buckets | LongestFirst | None = None
 
     @classmethod
     def mixed(
@@ -139,7 +139,7 @@ class Dataset(SampleDataset):
         members = [make(source, stream_key(seed, f"member {number}")) for number, source in enumerate(sources)]
         return cls(members, Mixture([len(member) for member in members], **mixing), masking)
 
-    def arranged(self, arrangement: Arrangement) -> Dataset:
+    def arranged(self, arrangement: Buckets | LongestFirst) -> Dataset:
         """Return the same samples in another order, such as one by length."""
         other = copy(self)
         other.arrangement = arrangement
@@ -155,7 +155,6 @@ class Dataset(SampleDataset):
 
     @property
     def fingerprint(self) -> str:
-        """Text that changes if any sample does: a hash, and the numbers of the arrangement behind it."""
         found = self._digest([member.fingerprint for member in self.members])
         if self.masking is not None:
             found = json_sha256([found, self.masking.settings()])
@@ -163,7 +162,6 @@ class Dataset(SampleDataset):
 
     @property
     def order(self) -> str | None:
-        """Hash of the order in which rows are read, before noise such as masks; None if a member has none."""
         orders = [member.order for member in self.members]
         return None if None in orders or self.arrangement is not None else self._digest(orders)
 

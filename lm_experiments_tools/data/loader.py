@@ -58,14 +58,13 @@ class TrainLoader:
         rows_per_worker: int,
         rank: int = 0,
         world_size: int = 1,
-        consumed_samples: int = 0,
         prefetch: bool = True,
     ) -> None:
         self.dataset, self._prefetch = dataset, prefetch
         self.rows_per_worker, self.rank, self.world_size = rows_per_worker, rank, world_size
         self.global_batch = rows_per_worker * world_size
         self._following: Future[Any] | None = None
-        self.seek(consumed_samples)
+        self.seek(0)
 
     @property
     def fingerprint(self) -> str:
@@ -138,10 +137,6 @@ class ValidLoader:
     ) -> None:
         self.dataset, self.rows_per_batch, self.rank, self.world_size = dataset, rows_per_batch, rank, world_size
         self.num_samples = min(dataset.samples_per_epoch, num_samples or dataset.samples_per_epoch)
-
-    @property
-    def fingerprint(self) -> str:
-        return self.dataset.fingerprint
 
     def __len__(self) -> int:
         return ceil(self.num_samples / (self.rows_per_batch * self.world_size))

@@ -15,12 +15,10 @@ In the next epoch, each dataset continues where it stopped. The mixture itself i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite, isqrt
+from math import isqrt
 from typing import Any, Literal
 
 import numpy as np
-
-from lm_experiments_tools.errors import UserError
 
 _VERSION = 1  # of the mapping sample -> (member, sample of the member); part of the fingerprint
 _BLOCK = 512  # positions between two stored counts
@@ -95,13 +93,8 @@ def mixing_rates(
 ) -> np.ndarray:
     """Compute T5's mixing rates: min(weight * size, maximum) ** (1 / temperature), rescaled to the same sum.
 
-    They are proportional to seqio's `mixing_rate_num_examples` (Raffel et al., 2020, section 3.5.2).
-
-    Args:
-        sizes: samples of each dataset.
-        weights: weight of each dataset.
-        maximum: limit of weight * size; None for no limit.
-        temperature: 1 keeps the proportions, larger values make them more equal.
+    They are proportional to seqio's `mixing_rate_num_examples` (Raffel et al., 2020, section 3.5.2). A temperature of
+    1 keeps the proportions, larger values make them more equal.
 
     Returns:
         float64[k], samples per epoch of each dataset; near [2, 2] for sizes [1, 3] and a high temperature.
@@ -119,7 +112,7 @@ class Mixture:
     Memory: one byte per sample of an epoch (two for more than 255 data sets), and 1/64 byte per sample and data set.
 
     Args:
-        sizes: samples per epoch of each data set, at most 65,535 of them.
+        sizes: samples per epoch of each data set, at least 1; at most 65,535 data sets.
         weights: a positive weight per data set; None for equal weights.
         blending: "proportional" takes ceil(weight * size) samples of each data set per epoch. "megatron" takes
             sum(sizes) samples in all, in proportion to the weights.
@@ -127,9 +120,6 @@ class Mixture:
 
     Attributes:
         taken: int64[k], samples of each data set in an epoch.
-
-    Raises:
-        UserError: a data set is empty, or the weights are invalid.
     """
 
     def __init__(
@@ -143,7 +133,6 @@ class Mixture:
         self.sizes, self.blending = np.array(sizes, np.int64), blending
         self.maximum, self.temperature = maximum, temperature
         self.weights = [1.0] * len(self.sizes) if weights is None else [float(weight) for weight in weights]
-        self._check()
         if blending == "proportional":
             quotas = np.maximum(np.ceil(mixing_rates(self.sizes, self.weights, maximum, temperature)), 1)
             quotas = quotas.astype(np.int64)
@@ -152,34 +141,17 @@ class Mixture:
         else:
             quotas, size = None, int(self.sizes.sum())
             fractions = np.array(self.weights) / sum(self.weights)
-            if self._limits():
-                raise UserError("Blending megatron takes neither a maximum nor a temperature.")
         order = blending_order(fractions, size, quotas)
-        self._order = np.pad(order, (0, -size % _BLOCK), constant_values=len(self.sizes)).reshape(-1, _BLOCK)
-        self._counts = self._counts_before_blocks()
+        count = len(self.sizes)
+        self._order = np.pad(order, (0, -size % _BLOCK), constant_values=count).reshape(-1, _BLOCK)
+        given = np.stack([np.count_nonzero(self._order == member, axis=1) for member in range(count)], axis=1)
+        # int64[blocks + 1, k]: samples that each data set has given before each block, and in the whole epoch
+        self._counts = np.concatenate([np.zeros((1, count), np.int64), np.cumsum(given, axis=0)])
         self.taken, self._num_samples = self._counts[-1], size
 
     def _limits(self) -> dict[str, float]:
         given = {"maximum": self.maximum, "temperature": None if self.temperature == 1.0 else self.temperature}
         return {name: value for name, value in given.items() if value is not None}
-
-    def _check(self) -> None:
-        count = len(self.sizes)
-        if len(self.weights) != count:
-            raise UserError(f"There are {len(self.weights)} weights for {count} datasets: give one for each, or none.")
-        for name, value in self._limits().items():
-            if not (value > 0 and isfinite(value)):
-                raise UserError(f"The {name} of the mixture is {value}: it must be above 0 and finite.")
-        for number, (weight, size) in enumerate(zip(self.weights, self.sizes, strict=True)):
-            if not (weight > 0 and isfinite(weight)):
-                raise UserError(f"The weight of dataset {number} is {weight}: it must be above 0 and finite.")
-            if size == 0:
-                raise UserError(f"Dataset {number} of the mixture has no samples: leave it out.")
-
-    def _counts_before_blocks(self) -> np.ndarray:
-        """int64[blocks + 1, k]: samples that each data set has given before each block, and in the whole epoch."""
-        given = [np.count_nonzero(self._order == member, axis=1) for member in range(len(self.sizes))]
-        return np.concatenate([np.zeros((1, len(given)), np.int64), np.cumsum(np.stack(given, axis=1), axis=0)])
 
     def __len__(self) -> int:
         """Samples in an epoch, the same in each."""

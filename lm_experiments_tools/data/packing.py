@@ -17,17 +17,11 @@ _OPEN_ROWS = 64
 
 
 class Patterns(NamedTuple):
-    """Result of packing by lengths alone. A pattern is a combination of lengths that fill one row.
+    """Result of packing by lengths alone. A pattern is a combination of lengths that fill one row."""
 
-    Attributes:
-        lengths: int64, the lengths of all patterns, one pattern after the other.
-        sizes: int64[number of patterns], number of segments of each pattern.
-        counts: int64[number of patterns], number of rows that have each pattern.
-    """
-
-    lengths: np.ndarray
-    sizes: np.ndarray
-    counts: np.ndarray
+    lengths: np.ndarray  # int64, the lengths of all patterns, one pattern after the other
+    sizes: np.ndarray  # int64[number of patterns], number of segments of each pattern
+    counts: np.ndarray  # int64[number of patterns], number of rows that have each pattern
 
 
 def pack(lengths: np.ndarray, capacity: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -100,7 +94,6 @@ class Segments:
     Args:
         sizes: int64[rows], number of segments of each row.
         lengths: int64[segments], number of tokens of each segment, row after row.
-        width: number of columns; None for the longest row.
 
     Attributes:
         cu_seqlens: int64[segments + 1], bounds of the segments among the tokens of all rows.
@@ -109,17 +102,17 @@ class Segments:
         used: int64[rows], number of tokens of each row.
     """
 
-    def __init__(self, sizes: np.ndarray, lengths: np.ndarray, width: int | None = None) -> None:
+    def __init__(self, sizes: np.ndarray, lengths: np.ndarray, width: int) -> None:
         first = np.cumsum(sizes) - sizes
         self.lengths, self.cu_seqlens = lengths, np.concatenate([[0], np.cumsum(lengths)])
         self.rows = np.repeat(np.arange(len(sizes)), sizes)
         self.numbers = np.arange(len(lengths)) - first[self.rows]
         self.used = np.add.reduceat(lengths, first)
-        self.shape = (len(sizes), int(self.used.max()) if width is None else width)
+        self.shape = (len(sizes), width)
         before = self.cu_seqlens[:-1]
-        self.begins = self.rows * self.shape[1] + before - before[first][self.rows]  # the cell of each first token
+        begins = self.rows * width + before - before[first][self.rows]  # the cell of each first token
         self.places = np.arange(self.cu_seqlens[-1]) - np.repeat(before, lengths)
-        self.cells = np.repeat(self.begins, lengths) + self.places
+        self.cells = np.repeat(begins, lengths) + self.places
 
     def filled(self, values: np.ndarray, fill: int) -> np.ndarray:
         """Return int64[rows, width] with the values int64[tokens], one in the cell of each token."""

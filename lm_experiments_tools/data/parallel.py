@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -25,25 +26,17 @@ class ParallelDataset(Dataset):
         self._pool = WorkerPool(prepare, dataset, num_workers)
 
     def batch(self, samples: np.ndarray) -> Batch:
-        places = np.array_split(np.arange(len(samples)), self._num_parts(samples))
-        return joined(
-            zip(places, self._answers("batch", self._arranged(samples)), strict=True),
-            len(samples),
-            "examples of --task",
-        )
+        return joined(self._parts("batch", self._arranged(samples)), len(samples), "examples of --task")
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
-        return np.concatenate(self._answers("lengths", samples), axis=1)
+        return np.concatenate([lengths for _, lengths in self._parts("lengths", samples)], axis=1)
 
-    def _num_parts(self, samples: np.ndarray) -> int:
-        return min(self.num_workers, len(samples))
-
-    def _answers(self, method: str, samples: np.ndarray) -> list:
-        """What the workers return for equal parts of the samples. Raises RunError if one of them has died."""
-        parts = np.array_split(samples, self._num_parts(samples))
-        futures = [self._pool.submit((method, part)) for part in parts]
+    def _parts(self, method: str, samples: np.ndarray) -> list[tuple[np.ndarray, Any]]:
+        """Indices of some samples and a worker's answer for them. Raises RunError if a worker has died."""
+        places = np.array_split(np.arange(len(samples)), min(self.num_workers, len(samples)))
+        futures = [self._pool.submit((method, samples[here])) for here in places]
         try:
-            return [future.result() for future in futures]
+            return [(here, future.result()) for here, future in zip(places, futures, strict=True)]
         except WorkerEnded as end:
             raise RunError(f"a process that makes examples (--data_n_workers) {end}") from None
 

@@ -29,7 +29,6 @@ from lm_experiments_tools.planning.trace import Prepared
 if TYPE_CHECKING:
     from lm_experiments_tools.config.training import ExperimentArgs
 
-_SENTINELS = 10**6  # their number does not matter here
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -90,7 +89,7 @@ def _lengths(args: ExperimentArgs, model: nn.Module) -> tuple[int, int]:
     if not getattr(model.config, "is_encoder_decoder", False):
         return args.input_seq_len, 0
     if getattr(args, "task", "") == "span_corruption":
-        counts = plan_spans(args.input_seq_len, args.noise_density, args.mean_noise_span_length, _SENTINELS)
+        counts = plan_spans(args.input_seq_len, args.noise_density, args.mean_noise_span_length)
         return args.input_seq_len, counts.targets_length
     return args.input_seq_len, getattr(args, "target_seq_len", args.input_seq_len)
 

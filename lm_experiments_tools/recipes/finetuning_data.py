@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +27,6 @@ from lm_experiments_tools.data.examples.examples import (
     TARGET_FIELDS,
     Example,
     LabelFields,
-    SentenceNames,
     TextFields,
     found_labels,
     in_order,
@@ -36,7 +36,6 @@ from lm_experiments_tools.data.examples.examples import (
 )
 from lm_experiments_tools.data.examples.instructions import (
     TK_INSTRUCT,
-    InstructionData,
     PromptParts,
     instruction_examples,
 )
@@ -109,10 +108,18 @@ class _Reader:
 
     def __init__(self, args: FinetuningArgs, backend: Backend, tokenizer: Any, files: ModelFiles) -> None:
         self.args, self.backend, self.tokenizer, self.files = args, backend, tokenizer, files
-        self.sentences = SentenceNames(in_text=args.model_type == "encoder-decoder")
+        self.label_fields = LabelFields(
+            args.text_fields,
+            args.label_field,
+            args.prefix,
+            args.id_field,
+            as_text=args.model_type == "encoder-decoder",
+            several=args.task == "multi_label",
+            columns=args.table_columns,
+        )
         if not args.data_path and not args.text_fields:  # else those of the training data
-            self.sentences.names = tuple(files.task.get("sentence_names", ()))
-            self.sentences.where = str(args.from_pretrained)
+            self.label_fields.names = tuple(files.task.get("sentence_names", ()))
+            self.label_fields.where = str(args.from_pretrained)
         self.label_names, self.label_words = self._labels()
 
     def read(self) -> FinetuningData:
@@ -133,7 +140,7 @@ class _Reader:
             logger.warning(
                 "validation and test are the same tasks of %s: test is no held-out data", args.valid_data_path
             )
-        data.sentence_names = self.sentences.names
+        data.sentence_names = self.label_fields.names
         data.objective = data.objective or f"{args.task}, validation only"
         return data
 
@@ -182,28 +189,15 @@ class _Reader:
         # The training data is read twice: all labels must be known before the first example is encoded.
         rejected = RejectedRecords(args.max_bad_lines, of_rows=True, quiet=True)
         sources = (file_of_split(path, "train") for path in args.data_path)
-        found = set().union(*(found_labels(path, self._label_fields(), rejected) for path in sources))
+        found = set().union(*(found_labels(path, self.label_fields, rejected) for path in sources))
         if not found:
             raise UserError(
                 f"no example in {', '.join(args.data_path)} has a label: check --label_field, and that a table has "
                 "rows below its header."
             )
         if args.task == "multi_label" and found <= {"0", "1"}:
-            raise UserError("the only labels are 0 and 1: give the names of the labels by --label_names.")
+            raise UserError("the only labels are 0 and 1: write the names of the labels that apply to each row.")
         return saved if set(saved) == found else in_order(found)
-
-    def _label_fields(self) -> LabelFields:
-        args = self.args
-        return LabelFields(
-            args.text_fields,
-            args.label_field,
-            args.prefix,
-            args.id_field,
-            known=self.sentences.names if not args.data_path else (),
-            as_text=args.model_type == "encoder-decoder",
-            several=args.task == "multi_label",
-            columns=args.table_columns,
-        )
 
     def _examples(self, paths: Sequence[str], split: str, encoder: ExampleEncoder) -> Iterator[Example]:
         """All examples in files, in their order. Raises UserError for bad rows, or if there is no example."""
@@ -223,9 +217,8 @@ class _Reader:
             limit = args.max_instances_per_task if training else args.max_instances_per_eval_task
             chosen_parts = PromptParts(**{flag.name: getattr(args, flag.name) for flag in fields(PromptParts)})
             parts = TK_INSTRUCT if args.tk_instruct and training else (chosen_parts,)
-            data = InstructionData(path, args.sni_split, limit, parts)
-            names_file = f"{'train' if training else 'test'}_tasks.txt"
-            return instruction_examples(data, names_file, rejected, encoder.num_tokens, encoder.sources.limit)
+            listing = Path(path) / "splits" / args.sni_split / f"{'train' if training else 'test'}_tasks.txt"
+            return instruction_examples(listing, limit, parts, rejected, encoder.num_tokens, encoder.sources.limit)
         path = file_of_split(path, split)
         if args.task == "text_to_text":
             named = TextFields(args.source_id, args.target_id, args.prefix, args.id_field, args.table_columns)
@@ -233,11 +226,10 @@ class _Reader:
             there = split != "test" or self._is_labelled(path, named.has_target, what)
             return text_examples(path, named, rejected, merge=not training, with_targets=there)
         words = self.label_words if args.model_type == "encoder-decoder" else None
-        named, names = self._label_fields(), self.label_names
+        named, names = self.label_fields, self.label_names
         what = f"label ({args.label_field or ', '.join(LABEL_FIELDS)}; -1 is none)"
         there = split != "test" or self._is_labelled(path, partial(named.has_label, names=names), what)
-        options = {"names": names, "words": words, "with_labels": there, "sentences": self.sentences}
-        return label_examples(path, named, rejected, **options)
+        return label_examples(path, named, rejected, names=names, words=words, with_labels=there)
 
     def _is_labelled(self, path: str, has_label: Callable[[Record], bool], what: str) -> bool:
         """True if a row of the test data has a label; if none has, all are only predicted. Raises UserError."""
@@ -267,7 +259,7 @@ class _Reader:
         args = self.args
         if args.task == "causal_lm":
             return self._blocks(args.data_path, args.max_train_samples, args.seed)
-        encoder = self._encoder()
+        encoder = text_encoder(args, self.tokenizer)
         examples: Iterable[Example] = self._examples(args.data_path, "train", encoder)
         if args.max_train_samples is not None:
             examples = chosen(list(examples), args.max_train_samples)
@@ -285,7 +277,7 @@ class _Reader:
         if self.args.task == "causal_lm":
             path = text_of_split(path, split)
             return EvalSplit(split, ValidLoader(self._blocks([path], None, FIXED_SEED), rows, *where, limit), [])
-        encoder = self._encoder()
+        encoder = text_encoder(self.args, self.tokenizer)
         examples = chosen(list(self._examples([path], split, encoder)), limit)
         dataset = Dataset(self._rows(examples, split, encoder))
         arrangement = LongestFirst(dataset.lengths, len(dataset), TARGET_STEP)
@@ -308,15 +300,6 @@ class _Reader:
         for line in [*lines, first_example(encoded, self.tokenizer, self.label_names)] if training else ():
             logger.log(logging.INFO if self.backend.is_main else logging.DEBUG, "%s: %s", split, line)
         return example_rows(args, encoded, self.tokenizer, training=training)
-
-    def _encoder(self) -> ExampleEncoder:
-        """Tokenizes one split, and counts what it cuts off."""
-        encoder = text_encoder(self.args, self.tokenizer)
-        if self.args.prefix:
-            new = " after --num_virtual_tokens new ones" if self.args.peft == "new_tokens" else ""
-            end = " with --suffix" if self.args.suffix else ""
-            encoder.check_prefix(self.args.prefix, f"--prefix{new}{end}")
-        return encoder
 
     def _report(self, split: str, encoder: ExampleEncoder) -> None:
         """One line on what was cut off, or that nothing was."""

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lm_experiments_tools.backends.collective import on_all
-from lm_experiments_tools.data.arrangement import LongestFirst
+from lm_experiments_tools.data.arrangement import LongestFirst, MixedSteps
+from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
-from lm_experiments_tools.data.objectives.objective import build_objective
-from lm_experiments_tools.data.objectives.token_rows import pretraining_dataset
+from lm_experiments_tools.data.objectives.objective import Objective, build_objective
+from lm_experiments_tools.data.objectives.token_rows import TokenRows
+from lm_experiments_tools.data.parallel import ParallelDataset
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, read_at_random
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
@@ -225,17 +227,31 @@ def pretraining_data(
 def _train_loader(args: T5PretrainingArgs, model_kind: ModelKind, backend: Backend, sources: T5Sources) -> TrainLoader:
     tokens = [sources.tokens(path) for path in args.data_path]
     read_at_random(tokens)
-    objective = build_objective(args, sources.vocabulary, model_kind)
-    processes = (args.data_n_workers or 0) if ":" in args.task else 0
-    dataset = pretraining_dataset(args, objective, tokens, backend.world_size, processes)
+    dataset = training_dataset(args, build_objective(args, sources.vocabulary, model_kind), tokens, backend.world_size)
     return TrainLoader(dataset, args.rows_on_worker(backend.world_size), backend.rank, backend.world_size)
+
+
+def training_dataset(
+    args: T5PretrainingArgs, objective: Objective, tokens: Sequence[IndexedDataset], world_size: int
+) -> Dataset:
+    """Build the dataset of an objective from one or several token files, mixed by `--data_weights`.
+
+    Examples that differ in length are arranged by length within each step.
+    """
+    dataset = Dataset.mixed(tokens, lambda source, seed: TokenRows(source, objective, seed), args.seed, args.mixing())
+    if args.data_n_workers and ":" in args.task:
+        dataset = ParallelDataset(dataset, args.data_n_workers)
+    if not args.objective().varies_in_length:
+        return dataset
+    rows = args.mix_rows or args.global_batch_size(world_size)
+    return dataset.arranged(MixedSteps(dataset.lengths, len(dataset), rows, args.seed))
 
 
 def _valid_loader(
     args: T5PretrainingArgs, vocabulary: Tokenizer, model_kind: ModelKind, backend: Backend, tokens: IndexedDataset
 ) -> ValidLoader:
-    dataset = pretraining_dataset(args, build_objective(args, vocabulary, model_kind), [tokens])
-    if dataset.arrangement is not None:  # --valid_samples of an order by length would be of a few lengths only
+    dataset = Dataset(TokenRows(tokens, build_objective(args, vocabulary, model_kind), args.seed))
+    if args.objective().varies_in_length:
         num_samples = min(len(dataset), args.valid_samples or len(dataset))
         dataset = dataset.arranged(LongestFirst(dataset.lengths, num_samples))
     rows = args.rows_on_worker(backend.world_size)

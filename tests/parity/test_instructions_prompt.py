@@ -11,7 +11,6 @@ import torch
 from lm_experiments_tools.data.examples.dataset import ExampleRows, encode_examples
 from lm_experiments_tools.data.examples.instructions import (
     TK_INSTRUCT,
-    InstructionData,
     PromptParts,
     instruction_examples,
     prompt_text,
@@ -22,7 +21,7 @@ from tests.helpers.real_data import DATA, lacking
 
 TASK = {
     "Task": "task001_add",
-    "Definition": ["Add the numbers", "never read"],
+    "Definition": "Add the numbers",
     "Positive Examples": [
         {"input": "1 2 ", "output": " 3", "explanation": "1 + 2 is 3"},
         {"input": "Is 2 + 2 four?", "output": "yes!"},
@@ -85,9 +84,8 @@ def tokenizer(tmp_path_factory):
 
 
 def test_tk_instruct_draws_every_form_and_every_output_by_seed_epoch_and_example(tokenizer):
-    data = InstructionData(str(DATA / "sni"), "default", 2, TK_INSTRUCT)
-    encoder = ExampleEncoder(tokenizer, 1024, 64)
-    found = instruction_examples(data, "test_tasks.txt", RejectedRecords(0), encoder.num_tokens, 1024)
+    listing, encoder = DATA / "sni" / "splits" / "default" / "test_tasks.txt", ExampleEncoder(tokenizer, 1024, 64)
+    found = instruction_examples(listing, 2, TK_INSTRUCT, RejectedRecords(0), encoder.num_tokens, 1024)
     examples = list(islice(found, 6))
     assert all(len(set(example.variants)) == 5 for example in examples)
     encoded = encode_examples(examples, encoder, "encoder-decoder", all_targets=True)
@@ -96,9 +94,9 @@ def test_tk_instruct_draws_every_form_and_every_output_by_seed_epoch_and_example
     epochs, rows = np.divmod(np.arange(40 * len(data)), len(data))
     sources, targets = data.draw(epochs, rows)
     for number, example in enumerate(examples):
-        forms = sources[rows == number] - encoded.first_source[number]
+        forms = sources[rows == number] - encoded.sources.firsts[number]
         assert set(forms.tolist()) == set(range(5))
-        drawn = targets[rows == number] - encoded.first_target[number]
+        drawn = targets[rows == number] - encoded.targets.firsts[number]
         assert set(drawn.tolist()) == set(range(len(example.targets)))
     batch = {name: torch.from_numpy(values) for name, values in data.batch(epochs[7:9], rows[7:9]).items()}
     for row, ids in enumerate(batch["input_ids"]):

@@ -40,23 +40,19 @@ class EncodedExamples:
     """Token ids of all examples of a data split, such as the training or validation data.
 
     Attributes:
-        sources: token ids of all sources (input texts), one row per source. An example may have several.
-        first_source: example n has the sources first_source[n] to first_source[n + 1] - 1.
-        targets, first_target: likewise for the target texts; None for an encoder.
+        sources: token ids of all sources (input texts); those of an example are a group.
+        targets: likewise of the target texts; None for an encoder.
         types: `token_type_ids` of each source; None if the tokenizer does not return them.
-        labels: for an encoder, int64[n] classes, float32[n] values, or float32[n, num_labels] of 0 and 1, for n
-            examples; None for other models.
+        labels: of an encoder, int64[n] classes, float32[n] values, or float32[n, num_labels] of 0 and 1; else None.
     """
 
     sources: Ragged
-    first_source: np.ndarray
     targets: Ragged | None = None
-    first_target: np.ndarray | None = None
     types: Ragged | None = None
     labels: np.ndarray | None = None
 
     def __len__(self) -> int:
-        return len(self.first_source) - 1
+        return len(self.sources.firsts) - 1
 
 
 def encode_examples(
@@ -64,39 +60,30 @@ def encode_examples(
 ) -> EncodedExamples:
     """Tokenize the sources and targets of fine-tuning examples, and collect their labels.
 
-    Args:
-        num_labels: number of labels if an example may have several at the same time; 0 for one label per example.
+    With `num_labels` an example may have several labels at the same time.
     """
     sources, targets, types = RaggedBuilder(), RaggedBuilder(), RaggedBuilder(np.uint8)
-    num_sources: list[int] = []
-    num_targets: list[int] = []
     labels: list[int | float | tuple[int, ...]] = []
     remaining = iter(examples)
     while some := list(islice(remaining, _AT_ONCE)):
         texts = [example.variants or (example.source,) for example in some]
         pairs = [example.pair for example in some] if some[0].pair is not None else None
         entries = encoder.encode_sources([text for forms in texts for text in forms], pairs)
-        sources.extend(entries["input_ids"])
-        num_sources += map(len, texts)
+        sources.extend(entries["input_ids"], map(len, texts))
         if kind == "encoder":
             types.extend(entries.get("token_type_ids", []))
             labels += [IGNORED_LABEL if example.label is None else example.label for example in some]
         elif some[0].targets:
             wanted = [example.targets if all_targets else example.targets[:1] for example in some]
-            targets.extend(encoder.encode_targets([text for forms in wanted for text in forms]))
-            num_targets += map(len, wanted)
+            targets.extend(encoder.encode_targets([text for forms in wanted for text in forms]), map(len, wanted))
         else:  # of the whole split: one empty target each
             targets.extend([[]] * len(some))
-            num_targets += [1] * len(some)
-    encoded = EncodedExamples(sources.build(), _firsts(num_sources))
-    if kind == "encoder":
-        types_of = types.build()
-        encoded.types = types_of if len(types_of) else None
-        dtype = np.int64 if all(isinstance(label, int) for label in labels) else np.float32
-        encoded.labels = _label_rows(labels, num_labels) if num_labels else np.array(labels, dtype)
-    else:
-        encoded.targets, encoded.first_target = targets.build(), _firsts(num_targets)
-    return encoded
+    if kind != "encoder":
+        return EncodedExamples(sources.build(), targets.build())
+    type_rows = types.build()
+    dtype = np.int64 if all(isinstance(label, int) for label in labels) else np.float32
+    found = _label_rows(labels, num_labels) if num_labels else np.array(labels, dtype)
+    return EncodedExamples(sources.build(), types=type_rows if len(type_rows) else None, labels=found)
 
 
 def _label_rows(labels: list[int | tuple[int, ...]], num_labels: int) -> np.ndarray:
@@ -108,10 +95,6 @@ def _label_rows(labels: list[int | tuple[int, ...]], num_labels: int) -> np.ndar
         else:
             row[list(chosen)] = 1.0
     return rows
-
-
-def _firsts(counts: list[int]) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
 
 
 class ExampleRows:
@@ -154,23 +137,17 @@ class ExampleRows:
         digest.update(json.dumps(settings).encode())
         encoded = self.encoded
         ragged = [r for r in (encoded.sources, encoded.targets, encoded.types) if r is not None]
-        arrays = [array for r in ragged for array in (r.values, r.lengths)]
-        for array in (*arrays, encoded.first_source, encoded.first_target, encoded.labels):
-            if array is not None:
-                digest.update(array.tobytes())
+        arrays = [array for r in ragged for array in (r.values, r.lengths, r.firsts)]
+        for array in arrays if encoded.labels is None else (*arrays, encoded.labels):
+            digest.update(array.tobytes())
         return digest.hexdigest()
 
     def draw(self, epochs: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Draw one source and one target for each example, at random if an example has several of them.
-
-        Returns:
-            Indices int64[n] into the sources and into the targets of `EncodedExamples`; the latter are None for an
-            encoder.
-        """
-        sources = self._draw("source", self.encoded.first_source, epochs, rows)
-        if self.encoded.first_target is None:
+        """Draw a source and a target of each example: indices int64[n] of both; targets are None for an encoder."""
+        sources = self._draw("source", self.encoded.sources.firsts, epochs, rows)
+        if self.encoded.targets is None:
             return sources, None
-        return sources, self._draw("target", self.encoded.first_target, epochs, rows)
+        return sources, self._draw("target", self.encoded.targets.firsts, epochs, rows)
 
     def _draw(self, purpose: str, firsts: np.ndarray, epochs: np.ndarray, rows: np.ndarray) -> np.ndarray:
         counts = firsts[rows + 1] - firsts[rows]
@@ -180,19 +157,12 @@ class ExampleRows:
         return firsts[rows] + (drawn * counts.astype(np.uint64) >> _32).astype(np.int64)
 
     def lengths(self, epochs: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return the lengths of examples int64[n] in epochs int64[n], from which batches of similar lengths are made.
-
-        Returns:
-            int64[2, n]: numbers of input tokens and of target tokens. For a decoder, prompt and target are both input,
-            and the second row is 0.
-        """
+        """Return the numbers of input and target tokens, int64[2, n]. A decoder's prompts and targets are inputs."""
         sources, targets = self.draw(epochs, rows)
         inputs = self.encoded.sources.lengths[sources]
-        if targets is None:
-            return np.stack([inputs, np.zeros_like(inputs)])
-        outputs = self.encoded.targets.lengths[targets]
+        outputs = np.zeros_like(inputs) if targets is None else self.encoded.targets.lengths[targets]
         if self.kind == "decoder":
-            return np.stack([inputs + outputs, np.zeros_like(inputs)])
+            inputs, outputs = inputs + outputs, np.zeros_like(inputs)
         return np.stack([inputs, outputs])
 
     def batch(self, epochs: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -220,10 +190,9 @@ class ExampleRows:
         return {**batch, "example": rows}
 
     def width(self, lengths: np.ndarray, side: int) -> int:
-        """Return the width that a batch is padded to: the longest row, rounded up to `multiple` within the limit.
+        """Return the width of a batch: the longest row, rounded up to `multiple` within the limit of the side.
 
-        Args:
-            side: 0 for inputs, 1 for targets.
+        Inputs are side 0, targets side 1.
         """
         longest = max(int(lengths.max()), 1)  # 0: no example has a target
         return min(-(-longest // self.multiple) * self.multiple, max(self.limits[side], longest))

@@ -51,10 +51,7 @@ LABEL_FIELDS = ("label", "gold_label", "score", "is_duplicate", "Quality")
 # a missing value. A class has one of these names only if `--label_names` says so.
 HIDDEN_LABELS = ("-1", "-1.0", "-", "", "nan", "NaN", "<NA>")
 _NULL = ("None", "nan", "NaT", "<NA>")
-_MULTI_HOT = {"0": False, "False": False, "1": True, "True": True}
 _WHOLE_NUMBER = re.compile(r"^(-?\d+)\.0+$")
-# Characters of lists, and other separators than commas, in a text that should name labels.
-_NO_NAMES = re.compile(r"[|;\n\[\]{}\"]|(^|,)\s*\(?'")
 _OTHER_FORMS = 'see "Other forms of rows" in docs/finetuning_data.md'
 _LARGEST = float(np.finfo(np.float32).max)  # of the numbers to predict
 
@@ -86,11 +83,9 @@ class Example:
 
 @dataclass(frozen=True)
 class TextFields:
-    """Names of the fields of a row that hold the source text, the target text and the id.
+    """Names of the fields that hold the source text, the target text and the id; None for the usual names.
 
-    Attributes:
-        source, target, id: field names; None for the usual names, such as "source", "target" and "id".
-        columns: names of the columns of tables without a header, see `rows`.
+    `columns` names the columns of tables without a header, see `rows`.
     """
 
     source: str | None = None
@@ -106,12 +101,9 @@ class TextFields:
         """Return True if a row has a target, False if the field is missing, null, an empty list or empty text."""
         try:
             fields = _texts_of(row)
-            value = field_of(fields, self.target_of(fields))
+            return any(text.strip() for text in texts_in(fields, self.target_of(fields)))
         except BadRecord:
             return False
-        if isinstance(value, list | tuple | np.ndarray):
-            return len(value) > 0
-        return not (_is_null(value) or (isinstance(value, str) and not value.strip()))
 
 
 def text_examples(
@@ -119,11 +111,9 @@ def text_examples(
 ) -> Iterator[Example]:
     """Yield sources with their targets from a file or dataset, for models that generate text.
 
-    Args:
-        merge: True to combine rows with the same id into one example with several targets, for evaluation.
+    With `merge`, for evaluation, rows with the same id and source are one example with several targets.
 
-    Raises:
-        UserError: there are too many bad rows.
+    Raises UserError: there are too many bad rows.
     """
 
     def convert(row: Record) -> tuple[object, Example]:
@@ -162,10 +152,7 @@ def _texts_of(row: Record) -> dict[str, Any]:
 
 
 def texts_in(fields: dict[str, Any], key: str) -> tuple[str, ...]:
-    """Return the target texts in a field of a row: one text, which may be empty, or a list of them.
-
-    Raises BadRecord: the field is missing or null, the list is empty, or a target is neither text nor a number.
-    """
+    """Return the target texts in a field: one text, which may be empty, or a list of them. Raises BadRecord."""
     value = field_of(fields, key)
     value = value.tolist() if isinstance(value, np.ndarray) else value
     texts = value if isinstance(value, list | tuple) else [value]
@@ -182,10 +169,7 @@ def texts_in(fields: dict[str, Any], key: str) -> tuple[str, ...]:
 
 
 def text_in(fields: dict[str, Any], key: str, *, may_be_empty: bool = False) -> str:
-    """Return the text in a field of a row. A number becomes text, and null is empty text.
-
-    Raises BadRecord: the field is missing, is neither text nor a number, or is empty although it may not be.
-    """
+    """Return the text in a field of a row. A number becomes text, and null is empty text. Raises BadRecord."""
     value = field_of(fields, key)
     text = "" if _is_null(value) else str(value)
     if text and not isinstance(value, str | int | float | np.generic):
@@ -222,30 +206,44 @@ def _is_null(value: Any) -> bool:
 # ---- sentences with labels ----
 
 
-@dataclass(frozen=True)
+@dataclass
 class LabelFields:
-    """Names of the fields of a row that hold the sentences, the label and the id, for classification and regression.
+    """Names of the fields of sentences, label and id in the rows of a run; empty or None for those of GLUE's data.
 
     Attributes:
-        texts, label, id: field names; empty or None for the names that GLUE's datasets use.
-        known: names of the sentence fields that the model was trained on, preferred to other fields.
-        as_text: join the sentences and their names to one text, as an encoder-decoder reads them.
+        as_text: the sentences and their names are one text, as an encoder-decoder reads them.
         several: a row may have any number of labels.
+        names: names of the sentence fields of the loaded model's data, else of the first row; empty before it is read.
+        where: the place of these names, for error messages.
     """
 
     texts: tuple[str, ...] = ()
     label: str | None = None
     prefix: str = ""
     id: str | None = None
-    known: tuple[str, ...] = ()
     as_text: bool = False
     several: bool = False
     columns: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    where: str = ""
 
-    def texts_of(self, fields: dict[str, Any]) -> tuple[str, ...]:
-        if self.texts:
-            return self.texts
-        for names in (self.known, *PAIR_FIELDS):
+    def sentences_of(self, row: Record) -> tuple[str, ...]:
+        """Return the names of a row's sentence fields, as many as in the first row; `as_text`: the same names.
+
+        Raises BadRecord: the row has other fields.
+        """
+        names = self.texts or self._usual(row.value)
+        if not self.names:
+            self.names, self.where = names, row.where
+        if len(names) != len(self.names) or (names != self.names and self.as_text):
+            here, there = (
+                f"{'a pair' if len(n) > 1 else 'one sentence'} ({', '.join(n)})" for n in (names, self.names)
+            )
+            raise BadRecord(f"{here}, where {self.where} has {there}: select the same by --text_fields")
+        return names
+
+    def _usual(self, fields: dict[str, Any]) -> tuple[str, ...]:
+        for names in (self.names, *PAIR_FIELDS):
             if names and all(name in fields for name in names):
                 return names[::-1] if self.as_text and names is MNLI_FIELDS else names  # T5 sorts them by name
         return (_found(fields, SENTENCE_FIELDS, "--text_fields"),)
@@ -256,59 +254,20 @@ class LabelFields:
         return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
     def names_in(self, fields: dict[str, Any], known: Sequence[str] = ()) -> tuple[str, ...]:
-        """Return the names of all labels of a row.
-
-        If a row may have several, a text is names with commas between them. A list of zeros and ones with one item per
-        known label marks the labels that apply, unless 0 or 1 is itself the name of a label.
-        """
+        """Return the names of all labels of a row."""
         value = self.label_of(fields)
         if not self.several:
             return (_label_name(value, known),)
-        value = _split(value, known) if isinstance(value, str) else value
         if not isinstance(value, list | tuple):
-            raise BadRecord(f"the labels {value!r} are no list, nor text with commas between them")
-        names = tuple(_label_name(label, known) for label in value)
-        if len(names) == len(known) and {*names} <= {*_MULTI_HOT} and {*known}.isdisjoint(_MULTI_HOT):
-            return tuple(name for name, applies in zip(known, names, strict=True) if _MULTI_HOT[applies])
-        if len(set(names)) < len(names) and all(label in (0, 1) for label in value):
-            raise BadRecord(f"the labels {value!r} are multi-hot: name all labels by --label_names")
-        return names
+            raise BadRecord(f"the labels {value!r} are no list of names: {_OTHER_FORMS}")
+        return tuple(_label_name(label, known) for label in value)
 
     def has_label(self, row: Record, names: Sequence[str]) -> bool:
-        """Return True if a row has a label, False if its field is missing, null, or one of `HIDDEN_LABELS`.
-
-        Args:
-            names: names of the labels; if -1 is one of them, it counts as a label.
-        """
+        """Return False if a row's label is missing, null, or one of `HIDDEN_LABELS` that is not in `names` itself."""
         try:
             return not _is_hidden(self.label_of(row.value), names)
         except BadRecord:
             return False
-
-
-@dataclass
-class SentenceNames:
-    """Names of a row's sentence fields, used to check that all data of a run have the same fields.
-
-    Attributes:
-        names: names of the sentence fields of the first row; empty before it is read.
-        in_text: True if the names must be equal, because they are part of the model's input. False if only the number
-            of sentences must be equal.
-    """
-
-    names: tuple[str, ...] = ()
-    where: str = ""
-    in_text: bool = True
-
-    def check(self, names: tuple[str, ...], where: str) -> None:
-        """Compare the names of a row's sentence fields with those of the first row. Raises BadRecord."""
-        if not self.names:
-            self.names, self.where = names, where
-        if len(names) != len(self.names) or (names != self.names and self.in_text):
-            here, there = (
-                f"{'a pair' if len(n) > 1 else 'one sentence'} ({', '.join(n)})" for n in (names, self.names)
-            )
-            raise BadRecord(f"{here}, where {self.where} has {there}: select the same by --text_fields")
 
 
 def found_labels(path: str, fields: LabelFields, rejected: RejectedRecords) -> set[str]:
@@ -316,7 +275,7 @@ def found_labels(path: str, fields: LabelFields, rejected: RejectedRecords) -> s
 
     def names(row: Record) -> tuple[str, ...]:
         # Rows without a usable text are left out later, so their labels must not become classes.
-        for key in fields.texts_of(row.value):
+        for key in fields.sentences_of(row):
             text_in(row.value, key)
         return fields.names_in(row.value)
 
@@ -324,10 +283,10 @@ def found_labels(path: str, fields: LabelFields, rejected: RejectedRecords) -> s
 
 
 def in_order(labels: Iterable[str]) -> tuple[str, ...]:
-    """Sort label names: numbers by value, words alphabetically. The label "nan" counts as a word."""
+    """Sort label names: numbers by value, words alphabetically."""
     labels = sorted(labels)
     try:
-        return tuple(labels if "nan" in map(str.lower, labels) else sorted(labels, key=float))
+        return tuple(sorted(labels, key=float))
     except ValueError:
         return tuple(labels)
 
@@ -339,17 +298,6 @@ def plain_number(name: str) -> str:
 
 def _is_hidden(value: Any, known: Sequence[str]) -> bool:
     return _is_null(value) or (str(value).strip() in HIDDEN_LABELS and {*known}.isdisjoint(HIDDEN_LABELS))
-
-
-def _split(text: str, known: Sequence[str]) -> list[str]:
-    """Names of labels with commas between them."""
-    names = [name for part in text.split(",") if (name := part.strip())]
-    if _NO_NAMES.search(text) and not {*names} <= {*known}:
-        raise BadRecord(
-            f"the labels {text!r} are no names with commas between them: separate labels by commas (not by | or ;), "
-            "write lists in JSON lines, or name all labels by --label_names"
-        )
-    return names
 
 
 def _label_name(value: Any, known: Sequence[str] = ()) -> str:
@@ -369,7 +317,6 @@ def label_examples(
     names: Sequence[str] = (),
     words: Sequence[str] | None = None,
     with_labels: bool = True,
-    sentences: SentenceNames | None = None,
 ) -> Iterator[Example]:
     """Read sentences, or pairs of sentences, with their labels from a file or dataset.
 
@@ -380,18 +327,16 @@ def label_examples(
     Args:
         names: the labels in the order of their numbers; empty if the labels are numbers to predict.
         words: target text of each label for an encoder-decoder (empty for numbers); None for an encoder.
-        sentences: names of the sentence fields that all data of the run must have; None for no check.
 
     Raises:
         UserError: there are too many bad rows.
     """
     numbers = {plain_number(name.strip()): number for number, name in enumerate(names)}
-    sentences, rounded = sentences or SentenceNames(in_text=words is not None), 0
+    rounded = 0
 
     def convert(row: Record) -> Example:
         nonlocal rounded
-        keys = fields.texts_of(row.value)
-        sentences.check(keys, row.where)
+        keys = fields.sentences_of(row)
         texts = [text_in(row.value, key) for key in keys]
         label = _label(row.value, fields, numbers) if with_labels else None
         name = _name(row.value, fields.id, "id") or str(row.number)

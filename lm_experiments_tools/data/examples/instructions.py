@@ -65,7 +65,7 @@ def prompt_text(task: dict[str, Any], task_input: str, parts: PromptParts, fits:
     """Build the prompt of one instance (a single input of a task), as Tk-Instruct does.
 
     Args:
-        task: content of the task's JSON file, with the task's name under "Task".
+        task: content of the task's JSON file, with its name under "Task" and one text under "Definition".
         fits: function that returns True if the given texts, concatenated, are within the length limit.
     """
     question = _question(task_input)
@@ -85,11 +85,7 @@ def _question(task_input: str) -> str:
 
 
 def _definition(task: dict[str, Any], parts: PromptParts) -> str:
-    if not parts.add_task_definition:
-        return ""
-    definition = task["Definition"]
-    definition = definition if isinstance(definition, str) else definition[0]
-    return _ended(f"Definition: {definition.strip()}") + "\n\n"
+    return _ended(f"Definition: {task['Definition'].strip()}") + "\n\n" if parts.add_task_definition else ""
 
 
 def _ended(text: str) -> str:
@@ -122,55 +118,52 @@ def _fitting(texts: list[str], fit: Callable[[list[str]], bool]) -> list[str]:
     return texts
 
 
-@dataclass(frozen=True)
-class InstructionData:
-    """Settings for reading Super-Natural-Instructions: the folder, the split and the parts of a prompt.
-
-    Attributes:
-        split: name of a folder in splits/, which lists the training and test tasks.
-        max_instances: number of instances to read from each task; None for all.
-        parts: parts of the prompt. If there are several choices, training draws one of them.
-    """
-
-    folder: str
-    split: str
-    max_instances: int | None
-    parts: Sequence[PromptParts]
-
-
 def instruction_examples(
-    data: InstructionData, names_file: str, rejected: RejectedRecords, num_tokens: Callable[[str], int], limit: int
+    listing: Path,
+    max_instances: int | None,
+    parts: Sequence[PromptParts],
+    rejected: RejectedRecords,
+    num_tokens: Callable[[str], int],
+    limit: int,
 ) -> Iterator[Example]:
     """Yield the instances (single inputs with targets) of Super-Natural-Instructions tasks, task by task.
 
-    Raises UserError: files are missing, tasks are damaged, too many instances are bad, or a prompt exceeds the limit.
+    Args:
+        listing: file of task names, `splits/<split>/{train,test}_tasks.txt`.
+        max_instances: number of instances to read from each task; None for all.
+        parts: parts of the prompt. If there are several choices, training draws one of them.
+        limit: maximum number of tokens of a prompt, as `num_tokens` counts them.
+
+    Raises:
+        UserError: files are missing, tasks are damaged, too many instances are bad, or a prompt exceeds the limit.
     """
 
     def fits(texts: Sequence[str]) -> bool:
         return num_tokens("".join(texts)) <= limit
 
-    for path in _task_files(data, names_file):
+    for path in _task_files(listing):
         task = _read_task(path)
-        for parts in data.parts:
-            _check_room(task, parts, num_tokens, limit)
-        instances = task["Instances"][: data.max_instances]
+        for some in parts:
+            length = num_tokens(prompt_text(task, "", some, lambda _: False))
+            if length >= limit:
+                raise UserError(
+                    f"the prompt of {path.stem} has {length} tokens without an input: raise --input_seq_len."
+                )
+        instances = task["Instances"][:max_instances]
         rows = (Record(item, f"{path}, instance {n + 1}", 0, b"", n) for n, item in enumerate(instances))
         # Bound now: the generator is used up before the next task is read.
-        yield from converted(rows, lambda row, task=task: _example(row, task, data.parts, fits), rejected)
+        yield from converted(rows, lambda row, task=task: _example(row, task, parts, fits), rejected)
 
 
-def _task_files(data: InstructionData, names_file: str) -> list[Path]:
-    listing = Path(data.folder) / "splits" / data.split / names_file
-    tasks = Path(data.folder) / "tasks"
+def _task_files(listing: Path) -> list[Path]:
+    folder = listing.parents[2]
+    tasks = folder / "tasks"
     if not listing.is_file() or not tasks.is_dir():
         raise UserError(
-            f"{data.folder} is no folder of Super-Natural-Instructions: it needs tasks/ and splits/{data.split}/"
-            f"{names_file} (--sni_split)."
+            f"{folder} is no folder of Super-Natural-Instructions: it needs tasks/ and {listing.relative_to(folder)} "
+            "(--sni_split)."
         )
-    try:
-        names = listing.read_text(encoding="utf-8-sig").split()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{listing} is not UTF-8 at byte {error.start}: copy it again.") from None
+    names = listing.read_text(encoding="utf-8-sig").split()
     paths = [tasks / f"{name}.json" for name in names]
     absent = [path.stem for path in paths if not path.is_file()]
     if len(absent) == len(names):
@@ -187,32 +180,20 @@ def _read_task(path: Path) -> dict[str, Any]:
     try:
         task = json.loads(path.read_text(encoding="utf-8-sig"))
         definition = task["Definition"]
-        lists = [task["Instances"], *(task.get(f"{kind} Examples", []) for kind in ("Positive", "Negative"))]
-        is_valid = isinstance(definition if isinstance(definition, str) else definition[0], str)
-        is_valid = is_valid and all(isinstance(found, list) for found in lists)
-        for example in lists[1] + lists[2]:  # numbers become text
+        task |= {"Task": path.stem, "Definition": definition if isinstance(definition, str) else definition[0]}
+        task["Instances"][0]
+        for example in [*task.get("Positive Examples", []), *task.get("Negative Examples", [])]:
             keys = ("input", "output", "explanation")[: 2 if example.get("explanation") is None else 3]
-            example |= {key: text_in(example, key, may_be_empty=True) for key in keys}
+            example |= {key: text_in(example, key, may_be_empty=True) for key in keys}  # numbers become text
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, BadRecord) as error:
         raise UserError(f"{path} is no task of Super-Natural-Instructions ({error}): copy it again.") from None
-    if not (is_valid and definition and task["Instances"]):
-        raise UserError(f"{path} has no instance, no definition, or no lists of them: copy it again.")
-    return {**task, "Task": path.stem}
-
-
-def _check_room(task: dict[str, Any], parts: PromptParts, num_tokens: Callable[[str], int], limit: int) -> None:
-    length = num_tokens(prompt_text(task, "", parts, lambda _: False))
-    if length >= limit:
-        raise UserError(f"the prompt of {task['Task']} has {length} tokens without an input: raise --input_seq_len.")
+    return task
 
 
 def _example(row: Record, task: dict[str, Any], parts: Sequence[PromptParts], fits: Fits) -> Example:
     instance: Any = row.value
     if not isinstance(instance, dict):
         raise BadRecord(f"of type {type(instance).__name__}, not an object")
-    for key in ("input", "output"):
-        if key not in instance:
-            raise BadRecord(f"no field {key!r} (there is {', '.join(map(repr, instance)) or 'none'})")
     task_input = text_in(instance, "input", may_be_empty=True)
     outputs = texts_in(instance, "output")
     prompts = [prompt_text(task, task_input, some, fits) for some in parts]

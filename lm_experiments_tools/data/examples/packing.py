@@ -64,41 +64,30 @@ class PackedRows:
 
     def batch(self, epochs: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Return the packed rows int64[n] in epochs int64[n], as int64[n, width] per key."""
-        counts = self.members.lengths[rows]
+        encoded, counts = self.dataset.encoded, self.members.lengths[rows]
         examples = self.members.flat(rows)
         sources, targets = self.dataset.draw(np.repeat(epochs, counts), examples)
-        encoded, pad = self.dataset.encoded, self.dataset.pad_id
         if self.dataset.kind == "decoder":
             return self._decoder_rows(counts, sources, targets)
-        if self.dataset.kind == "encoder":
-            return self._encoder_rows(counts, sources, examples)
-        batch = {}
-        for side, (name, ragged, chosen, fill) in enumerate(
-            (("input_ids", encoded.sources, sources, pad), ("labels", encoded.targets, targets, IGNORED_LABEL))
-        ):
-            segments = self._segments(counts, ragged.lengths[chosen], side)
-            batch[name] = segments.filled(ragged.flat(chosen), fill)
-            batch["decoder_segment_ids" if side else "segment_ids"] = segments.ids()
-        return {**batch, "attention_mask": (batch["segment_ids"] > 0).astype(np.int64)}
-
-    def _segments(self, counts: np.ndarray, lengths: np.ndarray, side: int) -> Segments:
-        """Segments of rows that are as wide as the widest, rounded up; side 1 are targets."""
-        used = np.add.reduceat(lengths, np.cumsum(counts) - counts)
-        return Segments(counts, lengths, self.dataset.width(used, side))
-
-    def _encoder_rows(self, counts: np.ndarray, sources: np.ndarray, examples: np.ndarray) -> dict[str, np.ndarray]:
-        encoded = self.dataset.encoded
         segments = self._segments(counts, encoded.sources.lengths[sources], 0)
         ids = segments.ids()
         batch = {
             "input_ids": segments.filled(encoded.sources.flat(sources), self.dataset.pad_id),
             "segment_ids": ids,
             "attention_mask": (ids > 0).astype(np.int64),
-            "labels": segments.by_segment(encoded.labels[examples], self._most, IGNORED_LABEL),
         }
         if encoded.types is not None:
             batch["token_type_ids"] = segments.filled(encoded.types.flat(sources), 0)
-        return batch
+        if targets is None:
+            return {**batch, "labels": segments.by_segment(encoded.labels[examples], self._most, IGNORED_LABEL)}
+        segments = self._segments(counts, encoded.targets.lengths[targets], 1)
+        labels = segments.filled(encoded.targets.flat(targets), IGNORED_LABEL)
+        return {**batch, "labels": labels, "decoder_segment_ids": segments.ids()}
+
+    def _segments(self, counts: np.ndarray, lengths: np.ndarray, side: int) -> Segments:
+        """Segments of rows that are as wide as the widest, rounded up; side 1 are targets."""
+        used = np.add.reduceat(lengths, np.cumsum(counts) - counts)
+        return Segments(counts, lengths, self.dataset.width(used, side))
 
     def _decoder_rows(self, counts: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> dict[str, np.ndarray]:
         prompts, answers = self.dataset.encoded.sources, self.dataset.encoded.targets
@@ -116,7 +105,5 @@ class PackedRows:
 
 def _longest(encoded: EncodedExamples) -> np.ndarray:
     """int64[sides, n]: tokens of the longest source, and of the longest target, that an example may have."""
-    sides = [(encoded.sources, encoded.first_source)]
-    if encoded.targets is not None:
-        sides.append((encoded.targets, encoded.first_target))
-    return np.stack([np.maximum.reduceat(ragged.lengths, firsts[:-1]) for ragged, firsts in sides])
+    sides = [side for side in (encoded.sources, encoded.targets) if side is not None]
+    return np.stack([np.maximum.reduceat(side.lengths, side.firsts[:-1]) for side in sides])

@@ -9,15 +9,20 @@ import numpy as np
 class Ragged:
     """Rows of integers, such as token ids, of different lengths, stored in one flat array.
 
-    A row needs 8 bytes, and an integer 4 bytes, or 2 if all integers fit.
+    Rows may form groups, such as the targets of one example. Without `sizes` each row is a group.
 
     Args:
         lengths: int64[number of rows], number of integers in each row.
+        sizes: int64[number of groups], number of rows in each group.
+
+    Attributes:
+        firsts: int64[number of groups + 1]: group n has the rows firsts[n] to firsts[n + 1] - 1.
     """
 
-    def __init__(self, values: np.ndarray, lengths: np.ndarray) -> None:
+    def __init__(self, values: np.ndarray, lengths: np.ndarray, sizes: np.ndarray | None = None) -> None:
         self.values, self.lengths = values, lengths
-        self.starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
+        self.starts = np.cumsum(lengths) - lengths
+        self.firsts = np.concatenate([[0], np.cumsum(np.ones_like(lengths) if sizes is None else sizes)])
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -42,22 +47,18 @@ class Ragged:
 
 
 class RaggedBuilder:
-    """Builds a `Ragged` row by row, with little more memory than the result needs."""
+    """Builds a `Ragged` from some rows at a time, with little more memory than the result needs."""
 
     def __init__(self, dtype: type[np.integer] = np.int32) -> None:
         self.dtype = dtype
-        self._values: list[np.ndarray] = []
-        self._lengths: list[np.ndarray] = []
+        self._values, self._lengths = [np.empty(0, dtype)], [np.empty(0, np.int64)]
+        self._sizes: list[int] = []
 
-    def extend(self, rows: Iterable[Sequence[int]]) -> None:
-        rows = list(rows)
-        lengths = np.array([len(row) for row in rows], np.int64)
-        flat = np.fromiter(chain.from_iterable(rows), self.dtype, int(lengths.sum()))
-        self._values.append(flat)
-        self._lengths.append(lengths)
+    def extend(self, rows: Sequence[Sequence[int]], sizes: Iterable[int] | None = None) -> None:
+        self._values.append(np.fromiter(chain.from_iterable(rows), self.dtype))
+        self._lengths.append(np.array([len(row) for row in rows], np.int64))
+        self._sizes += [1] * len(rows) if sizes is None else sizes
 
     def build(self) -> Ragged:
-        return Ragged(
-            np.concatenate([np.empty(0, self.dtype), *self._values]),
-            np.concatenate([np.empty(0, np.int64), *self._lengths]),
-        )
+        sizes = np.array(self._sizes, np.int64)
+        return Ragged(np.concatenate(self._values), np.concatenate(self._lengths), sizes)

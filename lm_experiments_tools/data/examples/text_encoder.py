@@ -6,7 +6,7 @@ transformers' warning for texts longer than `model_max_length` is silenced, beca
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -59,20 +59,16 @@ class TokenCounts:
 
 
 def tokenize_text(inputs: Sequence[str], tokenizer: Any, bad: RejectedRecords) -> np.ndarray:
-    """Tokenize documents with a Hugging Face tokenizer and append the end-of-text token to each.
+    """Tokenize documents into one array int32[number of tokens], each followed by the end-of-text token.
 
-    Returns:
-        int32[number of tokens], all documents concatenated.
-
-    Raises:
-        UserError: there is no text.
+    Raises UserError: there is no text.
     """
     end = end_id(tokenizer)
     builder = RaggedBuilder()
     documents, unknown = records(inputs, "text", bad), TokenCounts(tokenizer)
     while some := [document.value for document in islice(documents, _AT_ONCE)]:
         ids = tokenizer(some, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-        builder.extend([*row, end] for row in ids)
+        builder.extend([[*row, end] for row in ids])
         unknown.add(ids)
     if bad.count > 1:
         logger.warning("%s", bad)
@@ -87,8 +83,7 @@ class ExampleEncoder:
     """Tokenizes sources and targets for fine-tuning, as the tokenizer itself does with `truncation=True`.
 
     Args:
-        source_limit: maximum tokens per source, with special tokens.
-        target_limit: maximum tokens per target, with special tokens; None without targets.
+        source_limit, target_limit: maximum tokens with special tokens; `target_limit` is None without targets.
         decoder: True if the target continues the source, so that no special tokens separate them.
 
     Raises:
@@ -118,7 +113,8 @@ class ExampleEncoder:
             `input_ids` and, if the tokenizer returns them, `token_type_ids`: a list of ids per source.
         """
         drop = self._cut - len(self._put)
-        entries = self._call(texts, pairs, self.sources.limit + drop, self.sources, drop=drop)
+        inputs = {"text": texts} if pairs is None else {"text": texts, "text_pair": pairs}
+        entries = self._call(inputs, self.sources, drop)
         for name, rows in entries.items() if self._cut or self._put else ():
             put = self._put if name == "input_ids" else [0] * len(self._put)
             entries[name] = [row[: len(row) - self._cut] + put for row in rows]
@@ -126,51 +122,29 @@ class ExampleEncoder:
 
     def encode_targets(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize and truncate target texts. The ids of each target end with the end-of-text token."""
-        added = len(self._target_end)
-        options = {"add_special_tokens": not self.decoder}
-        rows = self._call(texts, None, self.targets.limit - added, self.targets, drop=-added, target=True, **options)
-        return [row + self._target_end for row in rows["input_ids"]]
+        drop = -len(self._target_end)
+        entries = self._call({"text_target": texts}, self.targets, drop, add_special_tokens=not self.decoder)
+        return [row + self._target_end for row in entries["input_ids"]]
 
     def _call(
-        self,
-        texts: Sequence[str],
-        pairs: Sequence[str] | None,
-        limit: int,
-        count: TokenCounts,
-        *,
-        drop: int,
-        target: bool = False,
-        **options: bool,
+        self, inputs: Mapping[str, Sequence[str]], counts: TokenCounts, drop: int, **options: bool
     ) -> dict[str, list[list[int]]]:
-        names = ("text_target", "text_pair_target") if target else ("text", "text_pair")
-        common = {"return_attention_mask": False, "verbose": False, **options}
-
-        def call(numbers: Sequence[int], **more: Any) -> dict[str, list[list[int]]]:
-            some = {names[0]: [texts[n] for n in numbers]}
-            if pairs is not None:
-                some[names[1]] = [pairs[n] for n in numbers]
-            return dict(self.tokenizer(**some, **common, **more))
-
-        entries = call(range(len(texts)))
+        """The tokenizer's lists of ids of texts, where `drop` ids more than the limit are allowed."""
+        options |= {"return_attention_mask": False, "verbose": False}
+        entries, limit = dict(self.tokenizer(**inputs, **options)), counts.limit + drop
         before = [len(row) for row in entries["input_ids"]]
-        long = [number for number, length in enumerate(before) if length > limit]
-        if long:
-            for name, rows in call(long, truncation=True, max_length=limit).items():
+        if long := [number for number, length in enumerate(before) if length > limit]:
+            some = {name: [texts[number] for number in long] for name, texts in inputs.items()}
+            for name, rows in self.tokenizer(**some, **options, truncation=True, max_length=limit).items():
                 for number, row in zip(long, rows, strict=True):
                     entries[name][number] = row
         rows = entries["input_ids"]
-        count.add(rows, [(length - drop, len(row) - drop) for length, row in zip(before, rows, strict=True)])
+        counts.add(rows, [(length - drop, len(row) - drop) for length, row in zip(before, rows, strict=True)])
         return entries
 
     def num_tokens(self, source: str) -> int:
         """Return the number of tokens of a source without truncation."""
         return len(self.tokenizer(source, verbose=False)["input_ids"]) - self._cut + len(self._put)
-
-    def check_prefix(self, prefix: str, what: str) -> None:
-        """Raise UserError if a prefix leaves no space for the source text within the maximum length."""
-        length = self.num_tokens(prefix)
-        if length >= self.sources.limit:
-            raise UserError(f"{what} has {length} tokens: shorten it, or raise --input_seq_len.")
 
 
 def added_end(tokenizer: Any, side: str = "text") -> list[int]:

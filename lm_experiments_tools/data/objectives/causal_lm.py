@@ -19,16 +19,13 @@ import numpy as np
 from numpy.random import Generator
 
 from lm_experiments_tools.data.objectives.objective import Objective
-from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 
 
 class CausalLM(Objective):
-    """Causal LM in blocks of `input_length` tokens, at least 2."""
+    """Causal LM in blocks of `input_length` tokens."""
 
     def prepare(self) -> None:
-        if self.input_length < 2:
-            raise UserError("causal LM needs blocks of at least 2 tokens, but --input_seq_len is 1.")
         self.row_length = self.target_length = self.input_length
         if self.model_kind == "encoder-decoder":
             self.input_length, self.with_eos = 1, ("input_ids",)

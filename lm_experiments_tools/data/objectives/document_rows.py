@@ -35,16 +35,10 @@ _VERSION = 1  # of the mapping (seed, sample) -> row; part of the fingerprint
 class DocumentRows:
     """Rows of whole documents for BERT-like encoders, a `data.dataset.Rows`: each document between [CLS] and [SEP].
 
-    Each epoch reads the documents in another order, and each token once. Documents longer than a row are cut.
-
     Args:
         tokens: token file; the sequences of a document (such as its sentences) are read as one text.
-        vocab_size: number of ids; larger ids in `tokens` are an error.
         min_length: shorter documents are dropped, in tokens.
         has_end: True if documents end with an EOS token, which is then dropped.
-
-    Attributes:
-        fill: fraction of all positions that are not padding.
 
     Raises:
         UserError: all documents are too short, or a token id is outside the vocabulary.
@@ -71,7 +65,7 @@ class DocumentRows:
         self._row_ends = np.cumsum(self._patterns.counts)
         self._first_place = np.cumsum(self._patterns.sizes) - self._patterns.sizes
         self._first_chunk = self._chunks_of_places()
-        self.fill = int(lengths.sum()) / (len(self) * width)
+        self.fill = int(lengths.sum()) / (len(self) * width)  # the fraction of positions that are not padding
         self._rotation_key = stream_key(seed, "rotation")
 
     def _chunks(self, min_length: int, has_end: bool) -> tuple[np.ndarray, np.ndarray]:

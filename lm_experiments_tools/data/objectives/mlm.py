@@ -29,65 +29,24 @@ from lm_experiments_tools.data.order import row_generators, stream_key
 from lm_experiments_tools.labels import IGNORED_LABEL
 
 _VERSION = 3  # of the mapping (seed, sample, row) -> masked row; part of the fingerprint
-REPLACE = (0.8, 0.1, 0.1)  # of the chosen tokens: mask token, random token, unchanged
-
-
-def mask_tokens(
-    tokens: np.ndarray,
-    random: np.ndarray,
-    probability: float,
-    mask_id: int,
-    ordinary_ids: np.ndarray,
-    special: np.ndarray,
-    replace: Sequence[float] = REPLACE,
-    starts: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Mask random tokens for masked language modelling, and return inputs and labels.
-
-    Args:
-        tokens: int64 token ids of any shape.
-        random: float of the shape of `tokens`, one number per token, uniform on [0, 1).
-        ordinary_ids: int64 ids from which random tokens are drawn.
-        special: bool[vocab_size], True for ids that are never masked.
-        replace: fractions of the chosen tokens that become the mask token, become a random token, or stay unchanged.
-        starts: bool of the shape of `tokens`, True at the first token of each word, to mask whole words; None masks
-            single tokens.
-
-    Returns:
-        inputs and labels, int64 of the shape of `tokens`; the label of a token that was not chosen is -100.
-    """
-    if starts is not None:
-        random = _by_words(random, starts, probability)
-    chosen = (random < probability) & ~special[tokens]
-    labels = np.where(chosen, tokens, IGNORED_LABEL)
-    masked, replaced = replace[0] * probability, (replace[0] + replace[1]) * probability
-    inputs = np.where(chosen & (random < masked), mask_id, tokens)
-    places = np.nonzero(chosen & (masked <= random) & (random < replaced))
-    spread = (random[places] - masked) / (replaced - masked) * len(ordinary_ids)
-    inputs[places] = ordinary_ids[np.minimum(spread.astype(np.int64), len(ordinary_ids) - 1)]  # rounding may give 1.0
-    return inputs, labels
-
-
-def _by_words(random: np.ndarray, starts: np.ndarray, bound: float) -> np.ndarray:
-    """Random numbers that are below `bound` in all tokens of a word or in none; how far below is each token's own."""
-    columns = np.arange(random.shape[-1])
-    first = np.maximum.accumulate(np.where(starts, columns, 0), axis=-1)
-    is_chosen = np.take_along_axis(random < bound, first, axis=-1)
-    return np.where(starts, random, np.where(is_chosen, random * bound, 1.0))
 
 
 class MaskedLM(Objective):
     """Masked LM in blocks of `input_length` tokens, without [CLS] and [SEP]. Special tokens are never masked.
 
     Args:
-        replace, starts_word: see `mask_tokens`; `starts_word` is bool[vocabulary size], subwords that begin a word.
+        replace: fractions of the chosen tokens that become the mask token, become a random token, or stay unchanged.
+        starts_word: bool[vocabulary size], subwords that begin a word, to mask whole words; None masks single tokens.
 
     Raises:
         UserError: the vocabulary has neither a mask token nor a sentinel.
     """
 
     def __init__(
-        self, mlm_probability: float = 0.15, replace: Sequence[float] = REPLACE, starts_word: np.ndarray | None = None
+        self,
+        mlm_probability: float = 0.15,
+        replace: Sequence[float] = (0.8, 0.1, 0.1),
+        starts_word: np.ndarray | None = None,
     ) -> None:
         self.probability, self.replace, self.starts_word = mlm_probability, replace, starts_word
 
@@ -96,21 +55,31 @@ class MaskedLM(Objective):
         self.special[[*self.vocabulary.special_ids, self.vocabulary.pad_id, self.mask_id]] = True
         self.ordinary_ids = np.flatnonzero(~self.special)
 
-    def example(self, tokens: np.ndarray, rng: Generator) -> dict[str, np.ndarray]:
-        return self._masked(tokens, rng.random(len(tokens)))
-
     def examples(self, rows: np.ndarray, rngs: Iterator[Generator]) -> dict[str, np.ndarray]:
         # One call of numpy for many rows: five times as fast.
-        return self._masked(rows, np.stack([rng.random(rows.shape[1]) for rng in rngs]))
+        return self.masked(rows, np.stack([rng.random(rows.shape[1]) for rng in rngs]))
 
-    def _masked(self, tokens: np.ndarray, random: np.ndarray) -> dict[str, np.ndarray]:
-        starts = None
+    def masked(self, tokens: np.ndarray, random: np.ndarray) -> dict[str, np.ndarray]:
+        """Mask the tokens int64[n, length] that random numbers of the same shape, uniform on [0, 1), choose."""
         if self.starts_word is not None:
-            starts = self.starts_word[tokens]
-            starts[..., 1:] |= self.special[tokens[..., :-1]]  # a word does not continue after a special token
-        masking = self.mask_id, self.ordinary_ids, self.special, self.replace, starts
-        inputs, labels = mask_tokens(tokens, random, self.probability, *masking)
+            random = self._by_words(tokens, random)
+        chosen = (random < self.probability) & ~self.special[tokens]
+        labels = np.where(chosen, tokens, IGNORED_LABEL)
+        bound, replaced = self.replace[0] * self.probability, sum(self.replace[:2]) * self.probability
+        inputs = np.where(chosen & (random < bound), self.mask_id, tokens)
+        places = np.nonzero(chosen & (bound <= random) & (random < replaced))
+        spread = (random[places] - bound) / (replaced - bound) * len(self.ordinary_ids)
+        last = len(self.ordinary_ids) - 1  # rounding may give 1.0
+        inputs[places] = self.ordinary_ids[np.minimum(spread.astype(np.int64), last)]
         return {"input_ids": inputs, "labels": labels}
+
+    def _by_words(self, tokens: np.ndarray, random: np.ndarray) -> np.ndarray:
+        """Random numbers that choose all tokens of a word or none; how far below the bound is each token's own."""
+        starts = self.starts_word[tokens]
+        starts[:, 1:] |= self.special[tokens[:, :-1]]  # a word does not continue after a special token
+        first = np.maximum.accumulate(np.where(starts, np.arange(random.shape[1]), 0), axis=1)
+        is_chosen = np.take_along_axis(random < self.probability, first, axis=1)
+        return np.where(starts, random, np.where(is_chosen, random * self.probability, 1.0))
 
     def describe(self) -> str:
         return f"masked LM, {self.probability:g} of the tokens, blocks of {self.row_length} tokens"
@@ -123,9 +92,6 @@ class MaskedLM(Objective):
 
 class Blocks(Objective):
     """Blocks of `input_length` tokens without labels, which `SampleMasking` masks."""
-
-    def example(self, tokens: np.ndarray, rng: Generator) -> dict[str, np.ndarray]:
-        return {"input_ids": tokens}
 
     def examples(self, rows: np.ndarray, rngs: Iterator[Generator]) -> dict[str, np.ndarray]:
         return {"input_ids": rows}

@@ -86,8 +86,8 @@ class Objective:
             rng: random numbers of this row, a function of (seed, epoch, row).
 
         Returns:
-            `input_ids` and `labels`, without `first_ids`, EOS and padding, and any other inputs of the model but
-            `attention_mask`. An entry with a value for each input token gets the last one for EOS too.
+            `input_ids` and `labels` without `first_ids`, EOS and padding, and any other inputs of the model but
+            `attention_mask`, which are padded with 0 (also in the place of EOS).
         """
         raise NotImplementedError
 
@@ -98,24 +98,14 @@ class Objective:
             rngs: random numbers of each row. A generator must not be used after the next one is taken.
         """
         made = [self.example(row, rng) for row, rng in zip(rows, rngs, strict=True)]
-        if wrong := [example for example in made if not isinstance(example, Mapping)]:
-            raise UserError(f"an example of --task is a {type(wrong[0]).__name__}: return a dict of its entries.")
         if other := next((example for example in made if example.keys() != made[0].keys()), None):
             raise UserError(f"Some examples of --task have {', '.join(made[0])}, others {', '.join(other)}.")
-        try:
-            return {name: [np.asarray(example[name]) for example in made] for name in made[0]}
-        except ValueError as error:
-            raise UserError(
-                f"an example of --task has lists of lists ({error}): return one row of integers."
-            ) from None
+        return {name: [np.asarray(example[name]) for example in made] for name in made[0]}
 
-    def lengths(self, num_tokens: int, rngs: Iterator[Generator]) -> tuple[Any, Any] | None:
-        """Return the numbers of input and target tokens that `example` makes of rows of `num_tokens` tokens.
-
-        Each is a number for all rows or an array with one per row. None if they depend on the tokens; examples are
-        then made to count them.
-        """
-        return None
+    def lengths(self, rows: np.ndarray, rngs: Iterator[Generator]) -> tuple[Any, Any]:
+        """Return the numbers of `input_ids` and of `labels` in the examples of rows: for each row, or one for all."""
+        made = self.examples(rows, rngs)
+        return tuple(np.array([len(row) for row in made[name]]) for name in ("input_ids", "labels"))
 
     def prepare(self) -> None:
         """Compute what depends on the vocabulary and the lengths, such as `row_length`. Raises UserError."""
@@ -169,20 +159,13 @@ class Objective:
         made.row_length = input_length - has_targets - len(made.first_ids)
         made.members, made.schedule = [made], np.zeros(1, np.int64)
         made.prepare()
-        if made.members == [made] and (cls.example, cls.examples) == (Objective.example, Objective.examples):
-            raise UserError(f"{cls.__name__} is an Objective without `example`: docs/new_objective.md shows one.")
-        if not isinstance(made.row_length, (int, np.integer)) or made.row_length <= made.overlap:
-            raise UserError(
-                f"rows of {made.row_length} tokens cannot be made for --input_seq_len {input_length}: raise it, or "
-                "set row_length to a positive integer in `prepare`."
-            )
+        if made.row_length <= made.overlap:
+            raise UserError(f"--input_seq_len {input_length} gives rows of {made.row_length} tokens: raise it.")
         return made
 
 
 def build_objective(args: T5PretrainingArgs, vocabulary: Tokenizer, model_kind: ModelKind) -> Objective:
     """Make the objective `--task`, with the flags that it reads as arguments of its class.
-
-    No training data are needed, so that a run can fail before it tokenizes any text.
 
     Raises UserError: the objective refuses the settings or the vocabulary.
     """

@@ -11,8 +11,6 @@ Given the same prefix lengths, examples equal those of the `t5` package.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 from numpy.random import Generator
 
@@ -27,19 +25,16 @@ class PrefixLM(Objective):
 
     Args:
         noise_density: average fraction of tokens in the target, in (0, 0.5].
+        first_ids: UL2's mode token.
 
     Raises:
-        UserError: `input_length` is below 3, `target_length` below 2, or `noise_density` out of range.
+        UserError: `input_length` is below 3, or `target_length` below 2.
     """
 
-    def __init__(self, noise_density: float = 0.5) -> None:
-        self.noise_density = noise_density
+    def __init__(self, noise_density: float = 0.5, first_ids: tuple[int, ...] = ()) -> None:
+        self.noise_density, self.first_ids = noise_density, first_ids
 
     def prepare(self) -> None:
-        if not 0.0 < self.noise_density <= 0.5:
-            raise UserError(
-                f"noise_density of a prefix LM is {self.noise_density:g}, but must be above 0 and at most 0.5."
-            )
         if self.row_length < 2 or self.target_length < 2:
             raise UserError(
                 f"prefix LM needs at least 3 inputs and 2 targets, but --input_seq_len is {self.input_length} and "
@@ -54,16 +49,9 @@ class PrefixLM(Objective):
         by_density = int(np.rint(np.float32(1 - 2 * self.noise_density) * np.float32(longest)))  # t5 rounds in float32
         return min(longest, max(1, by_density, num_tokens + 1 - self.max_targets))
 
-    def draw_prefix(self, num_tokens: int, rng: Generator) -> int:
-        return int(rng.integers(self.shortest(num_tokens), num_tokens))
-
     def example(self, tokens: np.ndarray, rng: Generator) -> dict[str, np.ndarray]:
-        prefix = self.draw_prefix(len(tokens), rng)
+        prefix = int(rng.integers(self.shortest(len(tokens)), len(tokens)))
         return {"input_ids": tokens[:prefix], "labels": tokens[prefix:]}
-
-    def lengths(self, num_tokens: int, rngs: Iterator[Generator]) -> tuple[np.ndarray, np.ndarray]:
-        prefixes = np.array([self.draw_prefix(num_tokens, rng) for rng in rngs])
-        return prefixes, num_tokens - prefixes
 
     def describe(self) -> str:
         shortest = self.shortest(self.row_length)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
 
 import numpy as np
 from numpy.random import Generator
@@ -56,13 +57,7 @@ def count_spans(tokens_length: int, noise_density: float, mean_noise_span_length
     """Compute the numbers of noise tokens and noise spans in a row of `tokens_length` tokens.
 
     Numbers are rounded in float32, halves to even, as in t5. There are never more spans than non-noise tokens.
-
-    Raises UserError: `noise_density` is outside (0, 1), or `mean_noise_span_length` is below 1.
     """
-    if not 0 < noise_density < 1:
-        raise UserError(f"noise_density is {noise_density}, but it is a fraction of the tokens: choose 0 < d < 1.")
-    if mean_noise_span_length < 1:
-        raise UserError(f"mean_noise_span_length is {mean_noise_span_length}, but a span has at least 1 token.")
     length = max(tokens_length, 2)
     num_noise = int(np.rint(np.float32(length) * np.float32(noise_density)))
     num_noise = min(max(num_noise, 1), length - 1)
@@ -71,20 +66,22 @@ def count_spans(tokens_length: int, noise_density: float, mean_noise_span_length
     return SpanCounts(tokens_length, num_noise if tokens_length > 1 else 0, num_spans)
 
 
-def random_spans_lengths(
-    inputs_length: int, noise_density: float, mean_noise_span_length: float
-) -> tuple[int, int, int]:
+def random_spans_lengths(inputs_length: int, noise_density: float, mean_noise_span_length: float) -> tuple[int, int]:
     """Find the longest row whose inputs fit into `inputs_length`; the result is that of t5's `random_spans_helper`.
 
     Returns:
-        (tokens_length, targets_length, num_spans): tokens per row, tokens per target with sentinels and EOS, and noise
-        spans per row; (568, 114, 28) for (512, 0.15, 3.0).
+        Tokens per row, and tokens per target with sentinels and EOS; (568, 114) for (512, 0.15, 3.0).
 
     Raises:
         UserError: `inputs_length` is below 3, the noise settings are invalid, or spans outnumber the other tokens.
     """
     if inputs_length < 3:
         raise UserError(f"inputs_length (--input_seq_len) is {inputs_length}, but a token, a sentinel and EOS need 3.")
+    if not (0 < noise_density < 1 <= mean_noise_span_length):
+        raise UserError(
+            f"noise_density is {noise_density} and mean_noise_span_length {mean_noise_span_length}: the first is "
+            "above 0 and below 1, the second at least 1."
+        )
 
     def inputs_and_targets(tokens: int) -> tuple[int, int]:
         # Python's float64 rounding, unlike the mask's float32: t5 mixes the two, and equality with it needs both.
@@ -92,7 +89,6 @@ def random_spans_lengths(
         spans = round(noise / mean_noise_span_length)
         return tokens - noise + spans + 1, noise + spans + 1
 
-    count_spans(inputs_length, noise_density, mean_noise_span_length)  # refuse bad settings before searching
     tokens_length = inputs_length - 1
     while inputs_and_targets(tokens_length + 1)[0] <= inputs_length:
         tokens_length += 1
@@ -105,30 +101,28 @@ def random_spans_lengths(
             f"{round(num_noise / mean_noise_span_length)} noise spans cannot be separated by "
             f"{tokens_length - num_noise} other tokens: lower noise_density or raise mean_noise_span_length."
         )
-    return tokens_length, targets, count_spans(tokens_length, noise_density, mean_noise_span_length).num_spans
+    return tokens_length, targets
 
 
 def plan_spans(
-    inputs_length: int, noise_density: float, mean_noise_span_length: float, num_sentinels: int
+    inputs_length: int, noise_density: float, mean_span: float, max_targets: float = inf, max_spans: float = inf
 ) -> SpanCounts:
-    """Compute the numbers of tokens and spans of the longest row whose inputs fit into `inputs_length`.
+    """Compute the numbers of tokens and spans of the longest row whose inputs, targets and spans fit.
 
-    The row is one token shorter than t5's in the few settings where t5 would truncate the inputs.
+    Without other limits than `inputs_length` it is t5's row, or one token shorter in the few settings where t5 would
+    truncate the inputs.
 
-    Raises UserError: `random_spans_lengths` refuses the settings, or a row has more than `num_sentinels` spans.
+    Raises UserError: no row fits, or `random_spans_lengths` refuses the settings.
     """
-    tokens_length, _, _ = random_spans_lengths(inputs_length, noise_density, mean_noise_span_length)
-    counts = count_spans(tokens_length, noise_density, mean_noise_span_length)
-    while counts.inputs_length > inputs_length:
-        counts = count_spans(counts.tokens_length - 1, noise_density, mean_noise_span_length)
-    if counts.num_spans > num_sentinels:
-        raise UserError(
-            f"{inputs_length} inputs hold {counts.num_spans} noise spans but the vocabulary has {num_sentinels} "
-            "sentinels: shorten the inputs, lengthen the spans, train one with more (`lmtools vocab --extra_ids`), or "
-            "add them to a Hugging Face tokenizer: tokenizer.add_tokens([f'<extra_id_{k}>' for k in range(100)], "
-            "special_tokens=True) and save_pretrained()."
-        )
-    return counts
+    for tokens_length in range(random_spans_lengths(inputs_length, noise_density, mean_span)[0], 1, -1):
+        counts = count_spans(tokens_length, noise_density, mean_span)
+        lengths_fit = counts.inputs_length <= inputs_length and counts.targets_length <= max_targets
+        if lengths_fit and counts.num_spans <= max_spans:
+            return counts
+    raise UserError(
+        f"Spans of {mean_span:g} tokens in {noise_density:g} of the text need a larger --input_seq_len or "
+        "--target_seq_len."
+    )
 
 
 def noise_mask(counts: SpanCounts, gaps: np.ndarray) -> np.ndarray:
@@ -180,7 +174,8 @@ def replace_spans(tokens: np.ndarray, mask: np.ndarray, sentinel_ids: np.ndarray
 class SpanCorruption(Objective):
     """Span corruption, T5's pre-training objective. UL2's R- and X-denoisers are of this kind.
 
-    Raises UserError: the targets are longer than `target_length`, or `plan_spans` refuses the settings.
+    Raises UserError: the targets are longer than `target_length`, a row has more spans than the vocabulary has
+    sentinels, or `plan_spans` refuses the settings.
     """
 
     def __init__(self, noise_density: float = 0.15, mean_noise_span_length: float = 3.0) -> None:
@@ -188,7 +183,14 @@ class SpanCorruption(Objective):
 
     def prepare(self) -> None:
         self.sentinel_ids = np.asarray(self.vocabulary.sentinel_ids, np.int64)
-        counts = plan_spans(self.input_length, *self.noise, len(self.sentinel_ids))
+        counts = plan_spans(self.input_length, *self.noise)
+        if counts.num_spans > len(self.sentinel_ids):
+            raise UserError(
+                f"{self.input_length} inputs hold {counts.num_spans} noise spans but the vocabulary has "
+                f"{len(self.sentinel_ids)} sentinels: shorten the inputs, lengthen the spans, train one with more "
+                "(`lmtools vocab --extra_ids`), or add them to a Hugging Face tokenizer: tokenizer.add_tokens("
+                "[f'<extra_id_{k}>' for k in range(100)], special_tokens=True) and save_pretrained()."
+            )
         if self.target_length < counts.targets_length:
             raise UserError(
                 f"--target_seq_len {self.target_length} would cut the targets, which are {counts.targets_length} long "
@@ -196,24 +198,18 @@ class SpanCorruption(Objective):
             )
         self.row_length, self.target_length = counts.tokens_length, counts.targets_length
 
-    def example(self, tokens: np.ndarray, rng: Generator) -> dict[str, np.ndarray]:
-        counts = count_spans(len(tokens), *self.noise)
-        return self._replaced(tokens, noise_mask(counts, rng.random(counts.num_gaps)))
-
     def examples(self, rows: np.ndarray, rngs: Iterator[Generator]) -> dict[str, np.ndarray]:
         # One call of numpy for many rows: five times as fast.
         counts = count_spans(rows.shape[1], *self.noise)
         gaps = np.empty((len(rows), counts.num_gaps))
         for row, rng in zip(gaps, rngs, strict=True):
             rng.random(out=row)
-        return self._replaced(rows, noise_mask(counts, gaps))
-
-    def _replaced(self, tokens: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
-        inputs, targets = (replace_spans(tokens, spans, self.sentinel_ids) for spans in (mask, ~mask))
+        mask = noise_mask(counts, gaps)
+        inputs, targets = (replace_spans(rows, spans, self.sentinel_ids) for spans in (mask, ~mask))
         return {"input_ids": inputs, "labels": targets}
 
-    def lengths(self, num_tokens: int, rngs: Iterator[Generator]) -> tuple[int, int]:
-        counts = count_spans(num_tokens, *self.noise)
+    def lengths(self, rows: np.ndarray, rngs: Iterator[Generator]) -> tuple[int, int]:
+        counts = count_spans(rows.shape[1], *self.noise)
         sentinels = counts.num_spans if counts.num_noise_tokens else 0  # a row of one token has no noise
         return counts.num_nonnoise_tokens + sentinels, counts.targets_length - 1
 

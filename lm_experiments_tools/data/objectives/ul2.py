@@ -26,18 +26,15 @@ from lm_experiments_tools.config.objectives import PAPER_DENOISERS, DenoiserSpec
 from lm_experiments_tools.data.mixture import blending_order
 from lm_experiments_tools.data.objectives.objective import Objective
 from lm_experiments_tools.data.objectives.prefix_lm import PrefixLM
-from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption, count_spans, random_spans_lengths
+from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption, plan_spans
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.errors import UserError
 
 MODE_PIECES = {"R": "[NLU]", "X": "[NLG]", "S": "[S2S]"}
-_LONGEST_SCHEDULE = 10_000  # rows
 
 
 def mode_ids(vocabulary: Tokenizer) -> dict[str, int]:
-    """Return the ids of UL2's mode tokens, which name the denoiser R, X or S at the start of the input.
-
-    These are [NLU], [NLG] and [S2S] if the vocabulary has them, or else the last three sentinels.
+    """Return the ids of UL2's mode tokens: [NLU], [NLG] and [S2S] if the vocabulary has them, else its last sentinels.
 
     Raises UserError: the vocabulary has neither these tokens nor four sentinels.
     """
@@ -58,45 +55,26 @@ def build_schedule(weights: Sequence[Any]) -> np.ndarray:
     Returns:
         The index of the denoiser of each row, int64[number of rows until the schedule repeats]: 0 1 2 0 1 for the
         weights (1, 1, 1/2).
-
-    Raises:
-        UserError: the schedule repeats only after more than 10,000 rows.
     """
     common = lcm(*(weight.denominator for weight in weights))
     counts = np.array([int(weight * common) for weight in weights], np.int64)
     counts //= gcd(*counts.tolist())
     total = int(counts.sum())
-    if total > _LONGEST_SCHEDULE:
-        raise UserError(f"--denoisers: the weights repeat only after {total} rows: give rounder ones.")
     return blending_order(counts / total, total, counts).astype(np.int64)
 
 
 class SpanDenoiser(SpanCorruption):
     """Span corruption of the longest rows whose inputs, targets and sentinels fit, UL2's R- and X-denoisers."""
 
-    def __init__(self, spec: DenoiserSpec, mode_id: int | None, sentinel_ids: np.ndarray) -> None:
-        super().__init__(spec.noise_density, spec.mean_noise_span_length or 1.0)
-        self.spec, self.sentinel_ids = spec, sentinel_ids
-        self.first_ids = () if mode_id is None else (mode_id,)
+    def __init__(self, noise: tuple[float, float], first_ids: tuple[int, ...], sentinel_ids: np.ndarray) -> None:
+        super().__init__(*noise)
+        self.first_ids, self.sentinel_ids = first_ids, sentinel_ids
 
     def prepare(self) -> None:
         available = self.input_length - len(self.first_ids)
-        for length in range(random_spans_lengths(available, *self.noise)[0], 1, -1):
-            counts = count_spans(length, *self.noise)
-            lengths_fit = counts.inputs_length <= available and counts.targets_length <= self.target_length
-            if lengths_fit and counts.num_spans <= len(self.sentinel_ids):
-                self.row_length, self.target_length = length, counts.targets_length
-                self.input_length = counts.inputs_length + len(self.first_ids)
-                return
-        raise UserError(f"denoiser {self.spec} needs a larger --input_seq_len or --target_seq_len.")
-
-
-class PrefixDenoiser(PrefixLM):
-    """Prefix LM with a mode token, UL2's S-denoiser; see `SpanDenoiser` for the arguments."""
-
-    def __init__(self, spec: DenoiserSpec, mode_id: int | None) -> None:
-        super().__init__(spec.noise_density)
-        self.spec, self.first_ids = spec, () if mode_id is None else (mode_id,)
+        counts = plan_spans(available, *self.noise, self.target_length, len(self.sentinel_ids))
+        self.row_length, self.target_length = counts.tokens_length, counts.targets_length
+        self.input_length = counts.inputs_length + len(self.first_ids)
 
 
 class UL2(Objective):
@@ -109,41 +87,35 @@ class UL2(Objective):
         UserError: a denoiser does not fit the lengths, or the vocabulary has no mode tokens.
     """
 
-    members: Sequence[SpanDenoiser | PrefixDenoiser]
-
     def __init__(self, denoisers: Sequence[str] = PAPER_DENOISERS, mode_tokens: bool = True) -> None:
         self.specs = parse_denoisers(denoisers)
         self.mode_tokens = mode_tokens
 
     def prepare(self) -> None:
-        available = self.input_length - self.mode_tokens
-        if available < 3 or self.target_length < 2:
-            raise UserError(
-                f"ul2 needs at least {3 + self.mode_tokens} inputs and 2 targets, but --input_seq_len is "
-                f"{self.input_length} and --target_seq_len {self.target_length}."
-            )
         self.modes = mode_ids(self.vocabulary) if self.mode_tokens else {}
-        sentinels = np.array([i for i in self.vocabulary.sentinel_ids if i not in self.modes.values()], np.int64)
-        lengths = self.vocabulary, self.input_length, self.target_length
-        self.members = [
-            PrefixDenoiser.create(*lengths, spec=spec, mode_id=self.modes.get(spec.mode))
-            if spec.mean_noise_span_length is None
-            else SpanDenoiser.create(*lengths, spec=spec, mode_id=self.modes.get(spec.mode), sentinel_ids=sentinels)
-            for spec in self.specs
-        ]
+        self.members = [self._denoiser(spec) for spec in self.specs]
         self.schedule = build_schedule([spec.weight for spec in self.specs])
         self.input_length = max(member.input_length for member in self.members)
         self.target_length = max(member.target_length for member in self.members)
 
+    def _denoiser(self, spec: DenoiserSpec) -> Objective:
+        lengths = self.vocabulary, self.input_length, self.target_length
+        first_ids = (self.modes[spec.mode],) if self.modes else ()
+        if spec.mean_noise_span_length is None:
+            return PrefixLM.create(*lengths, noise_density=spec.noise_density, first_ids=first_ids)
+        sentinels = np.array([i for i in self.vocabulary.sentinel_ids if i not in self.modes.values()], np.int64)
+        noise = spec.noise_density, spec.mean_noise_span_length
+        return SpanDenoiser.create(*lengths, noise=noise, first_ids=first_ids, sentinel_ids=sentinels)
+
     def describe(self) -> str:
         shares = np.bincount(self.schedule, minlength=len(self.specs)) / len(self.schedule)
         members = [
-            f"{member.spec} {share:.1%} of {member.row_length} tokens -> up to {member.input_length} + "
-            f"{member.target_length}"
-            for member, share in zip(self.members, shares.tolist(), strict=True)
+            f"{spec} {share:.1%} of {member.row_length} tokens -> up to {member.input_length} + {member.target_length}"
+            for spec, member, share in zip(self.specs, self.members, shares.tolist(), strict=True)
         ]
         return f"ul2, {'; '.join(members)}"
 
     def settings(self) -> dict[str, Any]:
-        rows = [[str(member.spec), member.row_length, member.target_length] for member in self.members]
+        members = zip(self.specs, self.members, strict=True)
+        rows = [[str(spec), member.row_length, member.target_length] for spec, member in members]
         return {**super().settings(), "modes": self.modes, "rows": rows, "schedule": self.schedule.tolist()}

@@ -53,15 +53,6 @@ def test_target_length_is_a_limit():
         dataset(5000, 512, target_length=113)
 
 
-def test_several_sources_are_read_as_one():
-    whole = dataset(1000)
-    pieces = np.split(np.arange(10, 1010), [1, 1, 340, 341, 990])
-    parts = dataset(tokens=[source(piece, str(k)) for k, piece in enumerate(pieces)])
-    numbers = np.arange(3 * len(whole))
-    for name, values in whole.batch(numbers).items():
-        np.testing.assert_array_equal(parts.batch(numbers)[name], values)
-
-
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_global_batches_are_the_same_for_any_number_of_workers(world_size):
     one = take(TrainLoader(dataset(), 8), 15)  # more than three epochs of 30
@@ -83,8 +74,6 @@ def test_seek_equals_consuming(prefetch):
         assert loader.consumed_samples == 12 * step
         assert same(next(loader), batches[step])
         assert loader.consumed_samples == 12 * (step + 1)
-    started = TrainLoader(dataset(), 6, 1, 2, consumed_samples=24, prefetch=prefetch)
-    assert all(same(*pair) for pair in zip(take(started, 10), batches[2:], strict=True))
 
 
 def test_a_loader_goes_on_after_close():

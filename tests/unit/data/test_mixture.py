@@ -169,17 +169,3 @@ def test_members_with_other_entries_are_refused():
     dataset = mixed([Numbers(0, 4), Numbers(1, 4, position_ids=np.zeros((2, 2)))])
     with pytest.raises(UserError, match="others input_ids, position_ids"):
         dataset.batch(np.arange(4))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "settings", "sentence"),
-    [
-        ([4, 0], {}, "Dataset 1 of the mixture has no samples"),
-        ([4], {"weights": [1, 2]}, "2 weights for 1 datasets"),
-        ([4], {"weights": [0]}, "weight of dataset 0 is 0.0"),
-        ([4], {"temperature": 2, "blending": "megatron"}, "neither a maximum nor a temperature"),
-    ],
-)
-def test_what_cannot_be_mixed_is_refused(sizes, settings, sentence):
-    with pytest.raises(UserError, match=sentence):
-        Mixture(sizes, **settings)

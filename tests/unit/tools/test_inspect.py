@@ -15,11 +15,12 @@ from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.objectives.objective import build_objective
 from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption, random_spans_lengths
-from lm_experiments_tools.data.objectives.token_rows import TokenRows, pretraining_dataset
+from lm_experiments_tools.data.objectives.token_rows import TokenRows
 from lm_experiments_tools.data.text import records as text_records
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
+from lm_experiments_tools.recipes.t5 import training_dataset
 from lm_experiments_tools.tools.inspect_samples import Rendering, render_ids, render_sample
 from lm_experiments_tools.tools.main import main
 from lm_experiments_tools.training.micro_batches import split_batch
@@ -147,7 +148,7 @@ def test_samples_and_padding_are_those_of_the_micro_batches_of_the_run(vocab, te
     args, _ = parse(T5PretrainingArgs, ["--data_path", prefix, "--model_cfg", "x", "--lr", "1", *flags])
     vocabulary = Tokenizer.load(vocab)
     objective = build_objective(args, vocabulary, args.objective().models[0])
-    dataset = pretraining_dataset(args, objective, [IndexedDataset(prefix)], world_size=4)
+    dataset = training_dataset(args, objective, [IndexedDataset(prefix)], world_size=4)
     has_decoder = task != "mlm"
     cells = {"inputs": [0, 0], "targets": [0, 0]}
     first, passes = {}, []

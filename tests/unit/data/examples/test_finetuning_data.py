@@ -199,7 +199,7 @@ def test_choices_of_examples_are_the_same_whatever_the_seed(task, tmp_path):
         train = sorted(str(row) for row in rows_of(next(data.train)))
         data.train.close()
         order = [batch["example"].tolist() for batch in data.splits["valid"].loader]
-        return train, data.splits["valid"].examples, data.splits["valid"].loader.fingerprint, order
+        return train, data.splits["valid"].examples, data.splits["valid"].loader.dataset.fingerprint, order
 
     first, second = chosen(1), chosen(2)
     assert first == second and len(first[0]) == 7 and len(first[1]) == 9

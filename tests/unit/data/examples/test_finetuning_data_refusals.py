@@ -7,7 +7,7 @@ import pytest
 
 from lm_experiments_tools.data.text.records import RejectedRecords, rows
 from lm_experiments_tools.errors import UserError
-from tests.helpers.finetuning_toys import WORDS, read, word_tokenizer, write_json
+from tests.helpers.finetuning_toys import read, word_tokenizer, write_json
 
 GOOD = '{"source": "w1", "target": "w2"}'
 ENCODER = {"model_type": "encoder", "optimize_metric": "loss"}
@@ -88,7 +88,6 @@ def test_more_bad_rows_than_allowed_are_refused_with_the_first(tmp_path):
 @pytest.mark.parametrize(
     ("content", "flags", "reason"),
     [
-        (GOOD, {"prefix": " ".join(WORDS[:9]), "input_seq_len": 10}, "--prefix has 10 tokens"),
         (GOOD, {"model_type": "decoder", "input_seq_len": 8, "target_seq_len": 8}, "--target_seq_len 8 leaves "
          "nothing for the source"),
         ("", {}, "there is no example in"),
@@ -171,7 +170,7 @@ def test_a_tokenizer_without_an_end_of_text_is_a_sentence(tmp_path):
 
 def task(**changes):
     return {
-        "Definition": ["w1 w2"],
+        "Definition": ["w1 w2", "never read"],
         "Positive Examples": [{"input": "w3", "output": "w4", "explanation": "w5"}],
         "Negative Examples": [],
         "Instances": [{"id": f"i{n}", "input": f"w{n}", "output": ["w1", "w2"]} for n in range(4)],
@@ -214,7 +213,7 @@ def test_instructions_are_read_by_their_split_and_limits(tmp_path, caplog):
         ({"t": {"Definition": "x"}}, None, {}, "'Instances'"),
         ({"t": task(Instances={"a": 1})}, None, {}, "copy it again"),
         ({"t": task(**{"Positive Examples": [{"input": ["x"], "output": "x"}]})}, None, {}, "of type list, not text"),
-        ({"t": task(Instances=[{"input": "w1"}])}, None, {}, "t.json, instance 1: no field 'output'"),
+        ({"t": task(Instances=[{"input": "w1"}])}, None, {}, "t.json, instance 1: no key 'output'"),
         ({"t": task(Instances=["x"])}, None, {}, "instance 1: of type str, not an object"),
         ({"t": task()}, None, {"input_seq_len": 11}, "the prompt of t has 13 tokens"),
     ],

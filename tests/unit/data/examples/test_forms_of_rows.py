@@ -199,14 +199,15 @@ def test_an_id_is_taken_from_the_field_that_is_named(tmp_path):
     assert [example.name for example in found] == ["7"] and "no key 'idx'" in bad.first
 
 
-def test_labels_of_a_row_are_a_list_or_text_with_commas(tmp_path):
-    rows = [["b", "a", "b"], [], [2, "a"], "a, c", "", None, [None]]
+def test_labels_of_a_row_are_a_list(tmp_path):
+    rows = [["b", "a", "b"], [], [2, "a"], ["a|b, c"], "a, b", "", None, [None]]
     path = write_json(tmp_path / "a.jsonl", [{"text": "w1", "labels": labels} for labels in rows])
-    bad, names = RejectedRecords(2), ("2", "a", "b", "c")
+    bad, names = RejectedRecords(4), ("2", "a", "a|b, c", "b")
     found = [e.label for e in label_examples(path, LabelFields(several=True), bad, names=names)]
-    assert found == [(1, 2), (), (0, 1), (1, 3), ()] and bad.count == 2
-    labels = [[0, 1, 1, 0], [0] * 4, [1, 1, 0, 0], [0, 1, 0, 1], [0] * 4]
-    assert encoded_labels(path, max_bad_lines=2) == (names, labels)
+    assert found == [(1, 3), (), (0, 1), (2,)] and bad.count == 4
+    assert "the labels 'a, b' are no list of names: see" in bad.first
+    labels = [[0, 1, 0, 1], [0] * 4, [1, 1, 0, 0], [0, 0, 1, 0]]
+    assert encoded_labels(path, max_bad_lines=4) == (names, labels)
 
 
 def labels_of(rows, several=True, **options):
@@ -217,25 +218,12 @@ def labels_of(rows, several=True, **options):
     return [[names[i] for i in (e.label if several else [e.label])] for e in examples]
 
 
-def test_a_zero_or_one_for_each_label_is_no_list_of_labels():
-    for labels in ([0, 1, 0], [1.0, 0.0, 1.0], [False, False], np.array([1, 1])):
-        with pytest.raises(UserError, match="are multi-hot: name all labels by --label_names"):
-            labels_of([{"text": "w1", "labels": labels}])
-    assert labels_of([{"text": "w1", "labels": []}, {"text": "w1", "labels": [7, 2]}]) == [[], ["2", "7"]]
-
-
-def test_as_many_zeros_and_ones_as_label_names_are_multi_hot(tmp_path):
-    rows = [[0, 1, 0], [1, 1, 0], [0, 0, 0], [True, False, True], [1.0, 0.0, 0.0], "0,0,1", ["c"]]
-    path = write_json(tmp_path / "a.jsonl", [{"text": "w1", "labels": labels} for labels in rows])
-    expected = [[0, 1, 0], [1, 1, 0], [0] * 3, [1, 0, 1], [1, 0, 0], [0, 0, 1], [1, 0, 0]]
-    assert encoded_labels(path, label_names=("c", "a", "b"))[1] == expected
-
-
-def test_lists_of_zeros_and_ones_without_label_names_are_refused(tmp_path):
-    path = write_json(tmp_path / "a.jsonl", [{"text": "w1", "labels": labels} for labels in ([0, 1], [1, 0])])
-    with pytest.raises(UserError, match="the only labels are 0 and 1: give the names"):
+def test_lists_of_zeros_and_ones_are_refused(tmp_path):
+    path = write_json(tmp_path / "a.jsonl", [{"text": "w1", "labels": labels} for labels in ([0, 1, 0], [1, 0, 0])])
+    with pytest.raises(UserError, match="the only labels are 0 and 1: write the names"):
         encoded_labels(path)
-    assert encoded_labels(path, label_names=("0", "1"))[1] == [[1, 1], [1, 1]]  # which both rows name
+    with pytest.raises(UserError, match="the label '0' is none of c, a, b"):
+        encoded_labels(path, label_names=("c", "a", "b"))
 
 
 def test_labels_1_and_1_0_are_one_class_where_labels_are_named(tmp_path):
@@ -280,7 +268,7 @@ def test_the_table_of_mnli_has_its_own_names_and_the_hub_those_of_t5(tmp_path):
     hub = as_source([{"premise": "w1 w2", "hypothesis": "w3", "label": "neutral"}], "rows")
     for fields, expected in (
         (LabelFields(as_text=True), "hypothesis: w3 premise: w1 w2"),
-        (LabelFields(known=("premise", "hypothesis"), as_text=True), "premise: w1 w2 hypothesis: w3"),  # saved so
+        (LabelFields(names=("premise", "hypothesis"), as_text=True), "premise: w1 w2 hypothesis: w3"),  # saved so
     ):
         (example,) = label_examples(hub, fields, RejectedRecords(0), names=("neutral",), words=("maybe",))
         assert example.source == expected

@@ -17,11 +17,9 @@ from lm_experiments_tools.data.examples.examples import (
 from lm_experiments_tools.data.text.records import Record, RejectedRecords, rows
 from lm_experiments_tools.data.text.sources import as_source
 from lm_experiments_tools.errors import UserError
-from tests.helpers.finetuning_toys import write_json
 
 ROWS = [["a; b, c", "x"], ['He said "fine"', "y"], ["two\nlines", "x"], ["grün\tZürich", "y"]]
 HEADER = ["text", "label"]
-LABELS = [["noise"], ["price", "it's"], [], ["taste", "noise", "price"]]
 
 
 def table(delimiter=",", rows=(HEADER, *ROWS), **options):
@@ -48,7 +46,7 @@ def test_a_table_of_a_spreadsheet_program_has_the_rows_that_were_written(name, c
     assert [row.value for row in rows(str(tmp_path / name), RejectedRecords(0))] == expected
 
 
-@pytest.mark.parametrize(("targets", "expected"), [(["x", "y"], True), (["x"], True), ([""], True), ([], False)])
+@pytest.mark.parametrize(("targets", "expected"), [(["x", "y"], True), (["x"], True), ([""], False), ([], False)])
 def test_targets_of_a_table_may_be_arrays(targets, expected):
     """As pandas has lists of a Parquet file."""
     row = Record({"source": "a", "targets": np.array(targets, dtype=object)}, "row", 0)
@@ -87,24 +85,6 @@ def test_rows_keep_their_numbers_when_others_are_left_out(tmp_path):
     assert [example.name for example in examples] == ["0", "2", "4", "5", "6"]
 
 
-def labels_of(path, several=True, known=()):
-    fields = LabelFields(several=several)
-    known = known or sorted(found_labels(path, fields, RejectedRecords(0)))
-    examples = [*label_examples(path, fields, RejectedRecords(0), names=known)]
-    return [sorted(known[number] for number in example.label) for example in examples]
-
-
-@pytest.mark.parametrize("write", [", ".join, ",".join])
-@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
-def test_names_with_commas_in_cells_are_the_labels_that_were_written(write, suffix, tmp_path):
-    expected = [sorted(labels) for labels in LABELS]
-    rows = [{"text": "w1", "labels": write(labels)} for labels in LABELS]
-    path = write_json(tmp_path / "a.jsonl", rows)
-    if suffix == "csv":
-        pytest.importorskip("pandas").DataFrame(rows).to_csv(path := str(tmp_path / "a.csv"), index=False)
-    assert labels_of(path) == expected == labels_of(path, known=("taste", "noise", "it's", "price"))
-
-
 def test_references_that_pandas_wrote_as_text_are_refused(tmp_path):
     frame = pytest.importorskip("pandas").DataFrame({"source": ["w1"], "targets": [["w2", "w3"]]})
     frame.to_csv(tmp_path / "a.csv")
@@ -115,21 +95,6 @@ def test_references_that_pandas_wrote_as_text_are_refused(tmp_path):
     assert example.targets == ("['w2', 'w3']",)
 
 
-@pytest.mark.parametrize(
-    "cell",
-    ["a|b", "a;b", "a\nb", "['a', 'b']", '["a", "b"]', "[1, 0, 1]", "['a' 'b']", "{'a', 'b'}", "'a', 'b'",
-     "('a','b')", '"a", "b"'],
-)  # fmt: skip
-def test_a_cell_that_is_no_list_of_labels_is_refused(cell):
-    with pytest.raises(UserError, match=r"row 0: the labels .* by commas \(not by \| or ;\), write lists in JSON"):
-        labels_of(as_source([{"text": "w1", "labels": cell}], "rows"))
-
-
-def test_names_with_separators_are_labels_where_they_are_named():
-    rows = as_source([{"text": "w1", "labels": "a|b, [c]"}, {"text": "w1", "labels": ["a|b"]}], "rows")
-    assert labels_of(rows, known=("[c]", "a|b")) == [["[c]", "a|b"], ["a|b"]]
-
-
 NULLS = [None, float("nan"), -1, -1.0, "-1", "-", "", " "]
 
 
@@ -138,9 +103,7 @@ NULLS = [None, float("nan"), -1, -1.0, "-1", "-", "", " "]
 def test_a_label_that_is_not_given_is_no_class(null, several):
     numpy, pandas = pytest.importorskip("numpy"), pytest.importorskip("pandas")
     value = eval(null, {"nan": float("nan"), "numpy": numpy, "pandas": pandas})
-    if several and isinstance(value, str) and not value.strip():
-        return  # no label applies
-    rows = [{"text": "w1", "label": value if not several else [value]}, {"text": "w1", "label": "b"}]
+    rows = [{"text": "w1", "label": [label] if several else label} for label in (value, "b")]
     with pytest.raises(UserError, match=r"row 0: no label \(.*\): leave out the row"):
         found_labels(as_source(rows, "rows"), LabelFields(several=several), RejectedRecords(0))
     bad = RejectedRecords(1)

@@ -16,15 +16,16 @@ from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.mixture import Mixture
 from lm_experiments_tools.data.objectives.causal_lm import CausalLM
-from lm_experiments_tools.data.objectives.mlm import MaskedLM, mask_tokens
+from lm_experiments_tools.data.objectives.mlm import MaskedLM
 from lm_experiments_tools.data.objectives.objective import Objective, TokenIds, build_objective
 from lm_experiments_tools.data.objectives.prefix_lm import PrefixLM
 from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption
-from lm_experiments_tools.data.objectives.token_rows import TokenRows, pretraining_dataset
+from lm_experiments_tools.data.objectives.token_rows import TokenRows
 from lm_experiments_tools.data.objectives.ul2 import UL2, build_schedule, mode_ids
 from lm_experiments_tools.data.order import epoch_shift, row_generators
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.recipes.t5 import training_dataset
 from tests.helpers.vocabulary_toys import train_vocabulary
 
 SENTINELS = np.arange(9_999, 9_899, -1)
@@ -154,10 +155,10 @@ def test_worked_examples_of_causal_lm():
 
 def test_worked_example_of_masked_lm():
     random = np.array([0.5, 0.1, 0.13, 0.14, 0.1, 0.9])
-    special = np.isin(np.arange(100), [0, 1, 99])
-    inputs, labels = mask_tokens(np.array([10, 11, 12, 13, 1, 14]), random, 0.15, 99, np.arange(10, 20), special)
-    assert inputs.tolist() == [10, 99, 16, 13, 1, 14]
-    assert labels.tolist() == [-100, 11, 12, 13, -100, -100]
+    ids = TokenIds(100, mask_id=99, special_ids=[*range(10), *range(20, 99)])
+    example = MaskedLM.create(ids, 6, model_kind="encoder").masked(np.array([[10, 11, 12, 13, 1, 14]]), random[None])
+    assert example["input_ids"].tolist() == [[10, 99, 16, 13, 1, 14]]
+    assert example["labels"].tolist() == [[-100, 11, 12, 13, -100, -100]]
 
 
 # ---- the token stream
@@ -246,10 +247,10 @@ def test_examples_of_many_rows_are_those_of_each_row(make):
             rows = np.random.default_rng(0).integers(10, SPECIAL, (50, length))
             key, epochs, numbers = 5, np.full(50, 3), np.arange(50)
             many = member.examples(rows, row_generators(key, epochs, numbers))
-            single = Objective.examples(member, rows, row_generators(key, epochs, numbers))
-            assert many.keys() == single.keys()
-            for name, values in single.items():
-                assert [row.tolist() for row in many[name]] == [row.tolist() for row in values], (name, length)
+            for n in numbers:
+                one = slice(n, n + 1)
+                single = member.examples(rows[one], row_generators(key, epochs[one], numbers[one]))
+                assert same({name: values[0] for name, values in single.items()}, {k: v[n] for k, v in many.items()})
 
 
 # ---- closed forms
@@ -262,7 +263,8 @@ def chi_square(counts, expected):
 @pytest.mark.parametrize(("density", "room", "shortest"), [(0.5, 21, 1), (0.25, 21, 10), (0.5, 11, 11)])
 def test_prefixes_are_uniform(density, room, shortest):
     objective, rows = PrefixLM.create(Ids(), 22, room, noise_density=density), np.arange(20_000)
-    prefixes, targets = objective.lengths(21, row_generators(3, np.zeros_like(rows), rows))
+    tokens = np.full((len(rows), 21), 20)
+    prefixes, targets = objective.lengths(tokens, row_generators(3, np.zeros_like(rows), rows))
     counts = np.bincount(prefixes, minlength=21)[shortest:]
     assert prefixes.min() == shortest == objective.shortest(21) and prefixes.max() == 20
     assert (prefixes + targets == 21).all()
@@ -308,7 +310,8 @@ def test_a_turn_has_exact_shares(weights, turn):
 def test_denoisers_read_as_much_as_fits():
     """The lengths that t5 prints for 512 inputs, less one for the mode token; X:3:0.5 ends where sentinels do."""
     data = ul2(source(np.full(60_000, 20)), input_length=513, target_length=512)
-    rows = {str(member.spec): member.row_length for member in data.members[0].objective.members}
+    objective = data.members[0].objective
+    rows = {str(spec): member.row_length for spec, member in zip(objective.specs, objective.members, strict=True)}
     assert rows == {
         "R:3:0.15": 568, "R:8:0.15": 588, "X:3:0.5": 602, "X:8:0.5": 908, "X:64:0.15": 600, "X:64:0.5": 1006,
         "S:0.25": 511,
@@ -369,7 +372,7 @@ def test_samples_to_validate_on_are_a_random_choice_and_do_not_depend_on_the_bat
 
 
 def mixed(args, words, tokens, world_size=1):
-    return pretraining_dataset(args, build_objective(args, words, args.objective().models[0]), tokens, world_size)
+    return training_dataset(args, build_objective(args, words, args.objective().models[0]), tokens, world_size)
 
 
 def vocabulary(folder, *pieces, extra_ids=100):
@@ -411,10 +414,13 @@ def test_a_vocabulary_without_room_for_them_is_refused(tmp_path):
     [
         (prefix_lm, {"input_length": 2}, "--input_seq_len is"),
         (prefix_lm, {"target_length": 1}, "--input_seq_len is"),
-        (ul2, {"input_length": 3}, "at least 4 inputs and 2 targets"),
-        (ul2, {"input_length": 8, "target_length": 2}, "denoiser R:3:0.15 needs a larger --input_seq_len"),
-        (ul2, {"denoisers": ("R:3:0.15@0.0001", "S:0.5@7")}, "rounder"),
-        (causal_lm, {"input_length": 1}, "at least 2 tokens"),
+        (ul2, {"input_length": 3}, "--input_seq_len"),
+        (
+            ul2,
+            {"input_length": 8, "target_length": 2},
+            "Spans of 3 tokens in 0.15 of the text need a larger --input_seq_len",
+        ),
+        (causal_lm, {"input_length": 1}, "--input_seq_len 1 gives rows of 1 tokens"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(make, options, sentence):

@@ -5,7 +5,9 @@ from math import comb
 import numpy as np
 import pytest
 
+from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.objectives.span_corruption import (
+    SpanCorruption,
     count_spans,
     noise_mask,
     plan_spans,
@@ -55,7 +57,8 @@ def test_worked_example_of_the_docstring():
     ],
 )
 def test_segment_lengths_are_those_of_t5(inputs_length, noise_density, mean_length, expected):
-    assert random_spans_lengths(inputs_length, noise_density, mean_length) == expected
+    lengths = random_spans_lengths(inputs_length, noise_density, mean_length)
+    assert (*lengths, count_spans(lengths[0], noise_density, mean_length).num_spans) == expected
 
 
 def test_number_of_noise_tokens_rounds_in_float32():
@@ -68,7 +71,7 @@ def test_number_of_noise_tokens_rounds_in_float32():
 @pytest.mark.parametrize("noise_density", [0.1, 0.15, 0.3, 0.5])
 def test_planned_segments_always_fit_and_never_waste_more_than_one_place(noise_density, mean_length):
     for inputs_length in range(8, 700, 5):
-        counts = plan_spans(inputs_length, noise_density, mean_length, num_sentinels=10_000)
+        counts = plan_spans(inputs_length, noise_density, mean_length)
         assert inputs_length - 1 <= counts.inputs_length <= inputs_length
 
 
@@ -115,11 +118,12 @@ def test_span_lengths_follow_the_closed_form():
 
 
 def test_more_spans_than_sentinels_is_refused_with_the_numbers():
-    assert plan_spans(1024, 0.15, 3.0, num_sentinels=100).num_spans == 57
+    assert plan_spans(1024, 0.15, 3.0).num_spans == 57
+    ids = TokenIds(10_000, sentinel_ids=np.arange(9_999, 9_899, -1))
     with pytest.raises(UserError, match=r"2048 inputs hold 114 noise spans .* 100 sentinels.* --extra_ids"):
-        plan_spans(2048, 0.15, 3.0, num_sentinels=100)
+        SpanCorruption.create(ids, 2048)
     with pytest.raises(UserError, match="128 noise spans"):
-        plan_spans(512, 0.5, 3.0, num_sentinels=100)
+        SpanCorruption.create(ids, 512, noise_density=0.5)
 
 
 def test_settings_that_make_no_sense_are_refused():
