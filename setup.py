@@ -40,7 +40,7 @@ EXTRAS = {
     "onnx": ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5"],
     "metrics": ["sacrebleu>=2.5"],
     # suites of lmtools evaluate
-    "suites": ["lm_eval>=0.4.13", "mteb>=2", "sentence-transformers>=6"],
+    "suites": ["lm_eval>=0.4.13"],
     "ray": ["ray[train]>=2.50"],  # examples/clusters/ray_train.py
     # --log_to
     "trackio": ["trackio>=0.43"],

@@ -41,11 +41,10 @@ class CheckpointsArgs:
     """Run directories, checkpoints, folders of models, adapters, or names of the Hugging Face Hub."""
     output: str | None = None
     """File to append each model's values to, one JSON object a line. None: none."""
-    suite: Literal["lm_eval", "mteb"] | None = None
-    """lm_eval: lm-evaluation-harness, for models that generate. mteb: for encoders, as sentence-transformers reads
-    them. None: the data of the flags below."""
+    suite: Literal["lm_eval"] | None = None
+    """lm_eval: lm-evaluation-harness, for models that generate. None: the data of the flags below."""
     tasks: Annotated[tuple[str, ...], needs("suite")] = ()
-    """Tasks of the suite: names or YAML files (lm_eval), names or module:Class (mteb)."""
+    """Tasks of the suite: names or YAML files."""
     num_fewshot: Annotated[int | None, NOT_NEGATIVE, needs("suite", "lm_eval")] = None
     """Examples before each question. None: the task's own number."""
     limit: Annotated[int | None, COUNT, needs("suite", "lm_eval")] = None

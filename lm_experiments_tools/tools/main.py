@@ -27,7 +27,7 @@ COMMANDS = {
     "tokenize": "turn text into a token file that the trainers read",
     "inspect": "show the data of a run: counts, lengths, padding, labels, samples as the model gets them",
     "plan": "estimate the memory of a run before it starts; find settings that fit",
-    "evaluate": "measure models, or checkpoints of a run, on the same data or by lm_eval, mteb, ...: one table",
+    "evaluate": "measure models, or checkpoints of a run, on the same data or by lm_eval: one table",
     "generate": "generate text, fill in blanks or label texts with a model",
     "export": "write a model for the Hugging Face Hub, and check that it loads with equal logits",
     "convert": "convert weights of t5-experiments, nanoT5 or t5x to a folder for from_pretrained",

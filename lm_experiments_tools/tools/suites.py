@@ -1,40 +1,31 @@
-"""Run benchmark suites of other projects on the checkpoints of a run, and record the values in its metrics.jsonl.
+"""Run lm-evaluation-harness on the checkpoints of a run, and record the values in its metrics.jsonl.
 
-    suite = Suite("lm_eval", ("tasks/colours.yaml",), settings={})
-    for name in checkpoints_of("runs/mine"):
-        print(name, measured(name, suite))
+suite = Suite("lm_eval", ("tasks/colours.yaml",), settings={})
+for name in checkpoints_of("runs/mine"):
+    print(name, measured(name, suite))
 
-Each suite calls the evaluation of its own library.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from lm_experiments_tools.checkpoint.manifest import parse_step
 from lm_experiments_tools.checkpoint.source import find_source
 from lm_experiments_tools.data.examples.text_encoder import added_end
-from lm_experiments_tools.errors import UserError, first_line
+from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import dump_json
 from lm_experiments_tools.models.saved import open_saved, position_of, run_folder
-from lm_experiments_tools.names import nearest_names, resolve_name
+from lm_experiments_tools.names import nearest_names
 from lm_experiments_tools.tracking.tracker import parse_record
 
-_INSTALL = {
-    "lm_eval": "pip install 'lm_eval>=0.4.13'",
-    "sentence_transformers": "pip install 'sentence-transformers>=6'",
-    "mteb": "pip install 'mteb>=2'",
-}
-_ENCODERS = "sentence_transformers"
 _SETTINGS = ("num_fewshot", "limit")
 
 
@@ -43,8 +34,8 @@ class Suite:
     """A benchmark suite of another project, and the tasks of it that are evaluated.
 
     Attributes:
-        name: "lm_eval" or "mteb"; also the split name of its values in metrics.jsonl.
-        tasks: names, YAML files (lm_eval) or module:Class (mteb).
+        name: "lm_eval"; also the split name of its values in metrics.jsonl.
+        tasks: names or YAML files.
         settings: flags that affect the values. A task is measured again if its recorded values have other settings.
         model_cls: class of the model; None for the class it was saved from.
     """
@@ -55,17 +46,9 @@ class Suite:
     batch_size: int = 8
     model_cls: str | None = None
 
-    def measure(self, name: str, tasks: Sequence[str]) -> Iterator[tuple[str, dict[str, float]]]:
-        """Evaluate a model on some tasks of the suite; yields (task, values) after each task."""
-        yield from {"lm_eval": _lm_eval, "mteb": _mteb}[self.name](self, name, tasks)
-
     def check(self) -> None:
-        """Check that the packages and tasks of the suite exist. Raises UserError."""
-        if self.name == "lm_eval":
-            _lm_eval_tasks(self.tasks)
-        else:
-            _package(_ENCODERS)
-            _mteb_tasks(self.tasks)
+        """Check that the package and tasks of the suite exist. Raises UserError."""
+        _lm_eval_tasks(self.tasks)
 
 
 def checkpoints_of(name: str) -> list[str]:
@@ -91,7 +74,7 @@ def measured(name: str, suite: Suite) -> dict[str, float]:
     known = {} if folder is None else _known(folder / "metrics.jsonl", place["step"], suite)
     values = {key: value for task in suite.tasks for key, value in known.get(task, {}).items()}
     missing = [task for task in suite.tasks if task not in known]
-    for task, found in suite.measure(name, missing) if missing else ():
+    for task, found in _lm_eval(suite, name, missing) if missing else ():
         values |= found
         if folder is not None:
             of = {"task": task, **suite.settings}
@@ -117,20 +100,15 @@ def _known(file: Path, step: int, suite: Suite) -> dict[str, dict[str, float]]:
     return found
 
 
-def _package(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UserError(f"--suite needs a package ({error}): {_INSTALL[name]}") from error
-
-
 # ---- lm-evaluation-harness
 
 
 def _lm_eval_tasks(tasks: Sequence[str]) -> tuple[Any, dict[str, str]]:
     """lm_eval's manager, and {task: its name there}. Raises UserError for an unknown task."""
-    _package("lm_eval")
-    from lm_eval.tasks import TaskManager
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise UserError(f"--suite needs a package ({error}): pip install 'lm_eval>=0.4.13'") from error
 
     names, folders = {}, []
     for task in tasks:
@@ -154,6 +132,7 @@ def _lm_eval_tasks(tasks: Sequence[str]) -> tuple[Any, dict[str, str]]:
 
 
 def _lm_eval(suite: Suite, name: str, tasks: Sequence[str]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Evaluate a model on some tasks; yields (task, values) after each."""
     manager, names = _lm_eval_tasks(tasks)
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -161,9 +140,7 @@ def _lm_eval(suite: Suite, name: str, tasks: Sequence[str]) -> Iterator[tuple[st
     opened = open_saved(name, suite.model_cls, "--checkpoints")
     backend = {"encoder-decoder": "seq2seq", "decoder": "causal"}.get(opened.kind)
     if backend is None:
-        raise UserError(
-            f"{name}: lm_eval measures models that generate, not a {type(opened.model).__name__}: choose mteb."
-        )
+        raise UserError(f"{name}: lm_eval measures models that generate, not a {type(opened.model).__name__}.")
     import torch
 
     opened.model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -191,49 +168,3 @@ def _numbers_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
             if chosen and not metric.endswith("_stderr") and isinstance(value, (int, float)):
                 found[f"{task}/{metric}" + (f"/{chosen}" if chosen != "none" else "")] = float(value)
     return found
-
-
-# ---- encoders
-
-
-def _encoder(name: str, model_cls: str | None) -> Any:
-    """The model as sentence-transformers loads it: mean of the last hidden states."""
-    source = find_source(name, "--checkpoints")
-    if source.is_adapter or source.is_file or model_cls is not None:
-        raise UserError(
-            f"{name}: sentence-transformers reads whole models in folders: write one by lmtools export --to."
-        )
-    from sentence_transformers import SentenceTransformer
-
-    from lm_experiments_tools.checkpoint.conversion import quiet_loading
-    from lm_experiments_tools.models.build import register_own_models
-
-    register_own_models(source)
-    try:
-        with quiet_loading():
-            return SentenceTransformer(str(source.path or source.name), trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{name}: sentence-transformers cannot read it ({first_line(error)}).") from error
-
-
-def _mteb_tasks(tasks: Sequence[str]) -> dict[str, Any]:
-    """{task: mteb's object of it}. Raises UserError for an unknown task."""
-    mteb, found = _package("mteb"), {}
-    for task in tasks:
-        try:
-            found[task] = resolve_name(task)() if ":" in task else mteb.get_task(task)
-        except KeyError as error:  # its message suggests a name
-            said = str(error.args[0]).removeprefix("KeyError: ")
-            raise UserError(f"--tasks {task}: mteb has no such task ({said}): see mteb.get_tasks().") from error
-    return found
-
-
-def _mteb(suite: Suite, name: str, tasks: Sequence[str]) -> Iterator[tuple[str, dict[str, float]]]:
-    mteb = _package("mteb")
-    encoder = _encoder(name, suite.model_cls)
-    for task, found in _mteb_tasks(tasks).items():
-        results = mteb.evaluate(
-            encoder, found, cache=None, encode_kwargs={"batch_size": suite.batch_size}, show_progress_bar=False
-        )
-        (result,) = results.task_results
-        yield task, {f"{found.metadata.name}/{found.metadata.main_score}": float(result.get_score())}

@@ -26,7 +26,7 @@ from lm_experiments_tools.tools import inspect, plan
 from lm_experiments_tools.tools.main import COMMANDS, SCRIPTS, main, with_names
 from tests.helpers import ROOT
 from tests.helpers.pretrained_toys import ROWS, save_toy
-from tests.helpers.suite_toys import MTEB_TASK, save_run, write_colours, write_pairs
+from tests.helpers.suite_toys import save_run, write_colours
 from tests.helpers.t5x_toys import write_t5x
 from tests.helpers.warm import run_job
 
@@ -138,8 +138,6 @@ def write_text(folder: Path) -> None:
         (folder / "glue" / "RTE" / f"{name}.tsv").write_text("sentence1\tsentence2\tlabel\n" + lines)
     (folder / "my_tasks").mkdir()
     write_colours(folder / "my_tasks")
-    write_pairs(folder)
-    (folder / "my_mteb.py").write_text(MTEB_TASK)
     (folder / "prompts.txt").write_text("w1 w2\nw3 w4\n")
     for name in ("my_text.txt", "held_out.txt"):
         (folder / name).write_text("\n".join(" ".join(f"w{n + m}" for m in range(30)) for n in range(20)))

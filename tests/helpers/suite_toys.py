@@ -79,33 +79,3 @@ metric_list:
 """
     )
     return folder / "colours.yaml"
-
-
-def write_pairs(folder: Path) -> list[dict[str, str | int]]:
-    """Sentences with scores, in pairs.jsonl."""
-    rows = [{"sentence1": f"w{i} w3 w{2 * i}", "sentence2": f"w{i * i} w7", "score": i * 7 % 5} for i in range(9)]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return rows
-
-
-# A module with a task of mteb's, of the rows in pairs.jsonl.
-MTEB_TASK = """
-import json
-from datasets import Dataset, DatasetDict
-from mteb.abstasks.sts import AbsTaskSTS
-from mteb.abstasks.task_metadata import TaskMetadata
-
-
-class LocalSTS(AbsTaskSTS):
-    metadata = TaskMetadata(
-        name="LocalSTS", description="Pairs.", dataset={"path": "local", "revision": "1"}, type="STS", category="t2t",
-        modalities=["text"], eval_splits=["test"], eval_langs=["eng-Latn"], main_score="cosine_spearman",
-        reference=None, date=None, domains=None, task_subtypes=None, license=None, annotations_creators=None,
-        dialect=None, sample_creation=None, bibtex_citation=None,
-    )
-    min_score, max_score = 0, 4
-
-    def load_data(self, **kwargs):
-        self.dataset = DatasetDict(test=Dataset.from_list([json.loads(line) for line in open("pairs.jsonl")]))
-        self.data_loaded = True
-"""

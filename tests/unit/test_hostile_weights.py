@@ -12,7 +12,6 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import build_model, load_model_config
 from lm_experiments_tools.models.saved import open_saved
 from lm_experiments_tools.recipes.finetuner import FineTuner
-from lm_experiments_tools.tools import suites
 from lm_experiments_tools.tools.main import main
 from modeling_t5 import T5Config, T5ForConditionalGeneration
 from tests.helpers import ROOT
@@ -146,16 +145,6 @@ def test_the_base_of_an_adapter_and_the_adapter_run_no_code(bad, capsys):
     edit(bad / "config.json", **EDITS["layout"])
     code, said = run(("generate", "adapter", "w1"), capsys)
     assert code == 2 and "run no code" in said
-
-
-@pytest.mark.parametrize("kind", ["evil.Model", "bad.evil.Model"])
-def test_the_modules_of_an_encoder_of_sentence_transformers_run_no_code(bad, kind):
-    pytest.importorskip("sentence_transformers")
-    save_toy("encoder", bad)
-    (bad / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": "", "type": kind}]))
-    with watching() as ran, pytest.raises(UserError, match="Importing it executes third-party code"):
-        suites._encoder("bad", None)
-    assert not [event for event in ran if "evil" in event]
 
 
 def test_the_library_runs_no_code_of_a_folder(bad):

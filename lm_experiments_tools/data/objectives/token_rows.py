@@ -207,6 +207,8 @@ def _check(made: Mapping[str, Rows], member: Objective) -> None:
     size = max([member.vocabulary.size, *(int(number) + 1 for number in member.vocabulary.sentinel_ids)])
     for name in ("input_ids", "labels"):
         values = np.concatenate(made[name])
+        if values.size and values.dtype.kind not in "iu":
+            raise UserError(f"{said} has {name} of type {values.dtype}: return integers.")
         known = values[values != IGNORED_LABEL] if name == "labels" else values
         if known.size and not 0 <= known.min() <= known.max() < size:
             raise UserError(

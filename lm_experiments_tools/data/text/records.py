@@ -51,7 +51,7 @@ _NO_LINES = "a JSON object over several lines: write each object on one line, or
 _NOT_UTF8 = 'not UTF-8: save the file as UTF-8 (in a spreadsheet program as "CSV UTF-8")'
 _LOGGED = 10  # rejected rows of fine-tuning data that are named one by one
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_MAX_COUNTED_BYTES = 256 << 20  # read to number a line: a fraction of a second
+_MAX_COUNTED_BYTES = 256 << 20  # read at once to number a line: a fraction of a second
 _EXCERPT = 1000  # characters of a rejected record in the list, enough to recognise it
 
 
@@ -509,17 +509,8 @@ def locate(shard: Shard, rejected: BadRecord) -> BadRecord:
 
 @lru_cache(maxsize=64)
 def _lines_before(shard: Shard) -> int:
-    return count_lines(shard.path, 0, shard.start)
-
-
-def count_lines(path: str, start: int, end: int) -> int:
-    """Return the number of line ends between the bytes `start` and `end` of a file."""
-    lines = 0
-    with open(path, "rb") as file:
-        file.seek(start)
-        while start < end and (block := file.read(min(1 << 20, end - start))):
-            lines, start = lines + block.count(b"\n"), start + len(block)
-    return lines
+    with open(shard.path, "rb") as file:
+        return file.read(shard.start).count(b"\n")
 
 
 def excerpt(line: bytes) -> str:

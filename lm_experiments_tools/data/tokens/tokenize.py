@@ -34,7 +34,7 @@ from lm_experiments_tools.data.text.records import (
     RejectedRecords,
     TooManyRejected,
     converted,
-    count_lines,
+    locate,
     no_documents,
     read_shard,
     utf8_length,
@@ -315,20 +315,14 @@ class Tokenization:
             raise UserError("files of the datasets were changed while they were being read: start again")
 
     def _collect_rejected(self) -> RejectedRecords:
-        """The rejected records of all shards, with the lines of their files."""
-        file, position, num_lines = "", 0, 0
+        """The rejected records of all shards."""
         with closing(RejectedRecords(self.max_bad_lines, f"{self.prefix}.bad_lines.jsonl")) as rejected:
             for shard, part in zip(self.shards, self._parts, strict=True):
                 if not (listed := Path(f"{part}.bad.jsonl")).is_file():
                     continue
-                if shard.path != file:
-                    file, position, num_lines = shard.path, 0, 0
-                if shard.kind != "dataset":
-                    num_lines += count_lines(shard.path, position, shard.start)
-                    position = shard.start
                 for entry in map(json.loads, listed.read_text(encoding="utf-8").splitlines()):
-                    line = num_lines + entry["line"]
-                    rejected.reject(BadRecord(entry["reason"], False, shard.path, line, entry["content"]))
+                    found = BadRecord(entry["reason"], False, shard.path, entry["line"], entry["content"])
+                    rejected.reject(locate(shard, found))
         if rejected.count:
             logger.warning("%s", rejected)
         return rejected

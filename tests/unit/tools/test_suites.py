@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import shutil
-import sys
 
 import pytest
 
@@ -12,7 +11,7 @@ from lm_experiments_tools.metrics import lower_is_better
 from lm_experiments_tools.tools import suites
 from lm_experiments_tools.tools.main import main
 from tests.helpers.runs import records
-from tests.helpers.suite_toys import MTEB_TASK, save_decoder_with_t5_tokenizer, save_run, write_colours, write_pairs
+from tests.helpers.suite_toys import save_decoder_with_t5_tokenizer, save_run, write_colours
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
 
@@ -90,29 +89,6 @@ def test_the_direction_of_each_metric_is_lm_evals():
     )
 
 
-@pytest.fixture
-def pairs(tmp_path):
-    return write_pairs(tmp_path)
-
-
-@pytest.mark.slow
-@needs("mteb")
-def test_mteb_gives_what_it_gives_by_itself(run_of, pairs, tmp_path, monkeypatch):
-    import mteb
-    from sentence_transformers import SentenceTransformer
-
-    (tmp_path / "my_mteb.py").write_text(MTEB_TASK)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    run = run_of("encoder")
-    assert evaluate(run, "--suite", "mteb", "--tasks", "my_mteb:LocalSTS") == 0
-    task = sys.modules["my_mteb"].LocalSTS()
-    for record in records(run, "mteb"):
-        encoder = SentenceTransformer(str(run / "checkpoints" / f"step_{record['step']:06}"))
-        direct = mteb.evaluate(encoder, task, cache=None, encode_kwargs={"batch_size": 8}, show_progress_bar=False)
-        assert record["LocalSTS/cosine_spearman"] == pytest.approx(direct.task_results[0].get_score(), abs=1e-6)
-
-
 @pytest.mark.slow
 def test_a_value_that_is_there_is_not_measured_again(run_of, tmp_path, monkeypatch, capsys):
     asked = []
@@ -153,11 +129,10 @@ def test_a_value_that_is_there_is_not_measured_again(run_of, tmp_path, monkeypat
     [
         (("--suite", "lm_eval"), "measures --tasks: name at least one"),
         (("--tasks", "a", "--valid_data_path", "x"), "--tasks needs --suite"),
-        (("--suite", "mteb", "--tasks", "a", "--limit", "3"), "--limit needs --suite lm_eval"),
+        (("--limit", "3", "--valid_data_path", "x"), "--limit needs --suite"),
     ],
 )
-def test_refusals(run_of, capsys, monkeypatch, flags, message):
-    monkeypatch.setattr(suites, "_package", lambda name: None)
+def test_refusals(run_of, capsys, flags, message):
     assert evaluate(run_of("decoder"), *flags) == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
