@@ -15,10 +15,12 @@ In the next epoch, each dataset continues where it stopped. The mixture itself i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isqrt
+from math import isfinite, isqrt
 from typing import Any, Literal
 
 import numpy as np
+
+from lm_experiments_tools.errors import UserError
 
 _VERSION = 1  # of the mapping sample -> (member, sample of the member); part of the fingerprint
 _BLOCK = 512  # positions between two stored counts
@@ -133,6 +135,11 @@ class Mixture:
         self.sizes, self.blending = np.array(sizes, np.int64), blending
         self.maximum, self.temperature = maximum, temperature
         self.weights = [1.0] * len(self.sizes) if weights is None else [float(weight) for weight in weights]
+        fit = len(self.weights) == len(self.sizes) and all(isfinite(weight) and weight > 0 for weight in self.weights)
+        if not fit or 0 in self.sizes:
+            raise UserError(
+                f"A mixture of {sizes} samples has weights {self.weights}: one above 0 each, and no 0 samples."
+            )
         if blending == "proportional":
             quotas = np.maximum(np.ceil(mixing_rates(self.sizes, self.weights, maximum, temperature)), 1)
             quotas = quotas.astype(np.int64)

@@ -109,7 +109,10 @@ class T5Pretraining(Pretraining):
         args, model = self.trainer.args, self.backend.unwrap()
         if args.objective().models == ("encoder",) or not getattr(model, "can_generate", bool)():
             return []
-        blank = "<extra_id_0> " if args.task in ("span_corruption", "ul2") else ""
+        fills = args.task in ("span_corruption", "ul2")
+        if fills and self.data.vocabulary.find("<extra_id_0>") is None:
+            return []  # `generate` knows blanks by this name alone
+        blank = "<extra_id_0> " if fills else ""
         # A decoder's positions hold the text too.
         return [f"lmtools generate {folder} 'The {blank}text' --max_new_tokens {min(64, args.input_seq_len // 2)}"]
 
@@ -192,7 +195,11 @@ def pretraining_data(
     Every worker must call this function. Raises UserError.
     """
     vocabulary = sources.vocabulary
-    if not args.is_registered_task():
+    if args.is_registered_task():
+        from lm_experiments_tools.data.seqio.client import check_installed, seqio_data
+
+        on_all(backend, lambda: check_installed(args.task))  # before validation text is tokenized
+    else:
         on_all(backend, lambda: build_objective(args, vocabulary, model_kind))  # refused before hours of tokenizing
     if args.task == "mlm" and backend.is_main:
         logger.warning(
@@ -208,8 +215,6 @@ def pretraining_data(
     if args.validate_only and valid_tokens is not None:
         described = f"{args.task}, validation only"
     elif args.is_registered_task():
-        from lm_experiments_tools.data.seqio.client import seqio_data
-
         train, valid, described = seqio_data(args, backend, vocabulary)
     elif args.streaming:
         from lm_experiments_tools.data.streaming.stream import streaming_data

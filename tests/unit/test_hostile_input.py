@@ -68,7 +68,7 @@ def test_of_5000_edited_rows_those_that_json_reads_are_kept_and_all_others_named
                 named.append(f"{path}:{number}")
         bad = RejectedRecords(10**6, quiet=True)
         reasons = []
-        bad.add = lambda where, reason, reasons=reasons: reasons.append((where, reason))
+        bad.add = lambda rejected, reasons=reasons: reasons.append((rejected.where, str(rejected)))
         found = [(row.where, row.value) for row in rows(str(path), bad)]
         assert repr(found) == repr(kept)  # NaN is not equal to itself
         assert [where for where, _ in reasons] == named

@@ -137,7 +137,8 @@ class ExampleRows:
         digest.update(json.dumps(settings).encode())
         encoded = self.encoded
         ragged = [r for r in (encoded.sources, encoded.targets, encoded.types) if r is not None]
-        arrays = [array for r in ragged for array in (r.values, r.lengths, r.firsts)]
+        arrays = [array for r in ragged for array in (r.values, r.lengths)]
+        arrays += [r.firsts for r in (encoded.sources, encoded.targets) if r is not None]
         for array in arrays if encoded.labels is None else (*arrays, encoded.labels):
             digest.update(array.tobytes())
         return digest.hexdigest()

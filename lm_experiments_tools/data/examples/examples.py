@@ -101,9 +101,11 @@ class TextFields:
         """Return True if a row has a target, False if the field is missing, null, an empty list or empty text."""
         try:
             fields = _texts_of(row)
-            return any(text.strip() for text in texts_in(fields, self.target_of(fields)))
+            value = field_of(fields, self.target_of(fields))
         except BadRecord:
             return False
+        texts = value if isinstance(value, list | tuple | np.ndarray) else [value]
+        return not all(_is_null(text) or (isinstance(text, str) and not text.strip()) for text in texts)
 
 
 def text_examples(
@@ -258,7 +260,7 @@ class LabelFields:
         value = self.label_of(fields)
         if not self.several:
             return (_label_name(value, known),)
-        if not isinstance(value, list | tuple):
+        if not isinstance(value, list | tuple) or any(isinstance(label, bool) for label in value):
             raise BadRecord(f"the labels {value!r} are no list of names: {_OTHER_FORMS}")
         return tuple(_label_name(label, known) for label in value)
 

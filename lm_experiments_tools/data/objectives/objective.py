@@ -98,9 +98,16 @@ class Objective:
             rngs: random numbers of each row. A generator must not be used after the next one is taken.
         """
         made = [self.example(row, rng) for row, rng in zip(rows, rngs, strict=True)]
+        if wrong := [example for example in made if not isinstance(example, Mapping)]:
+            raise UserError(f"an example of --task is a {type(wrong[0]).__name__}: return a dict of its entries.")
         if other := next((example for example in made if example.keys() != made[0].keys()), None):
             raise UserError(f"Some examples of --task have {', '.join(made[0])}, others {', '.join(other)}.")
-        return {name: [np.asarray(example[name]) for example in made] for name in made[0]}
+        try:
+            return {name: [np.asarray(example[name]) for example in made] for name in made[0]}
+        except ValueError as error:
+            raise UserError(
+                f"an example of --task has lists of lists ({error}): return one row of integers."
+            ) from None
 
     def lengths(self, rows: np.ndarray, rngs: Iterator[Generator]) -> tuple[Any, Any]:
         """Return the numbers of `input_ids` and of `labels` in the examples of rows: for each row, or one for all."""
@@ -159,8 +166,14 @@ class Objective:
         made.row_length = input_length - has_targets - len(made.first_ids)
         made.members, made.schedule = [made], np.zeros(1, np.int64)
         made.prepare()
-        if made.row_length <= made.overlap:
-            raise UserError(f"--input_seq_len {input_length} gives rows of {made.row_length} tokens: raise it.")
+        if made.members == [made] and (cls.example, cls.examples) == (Objective.example, Objective.examples):
+            raise UserError(f"{cls.__name__} is an Objective without `example`: docs/new_objective.md shows one.")
+        if not isinstance(made.row_length, (int, np.integer)) or made.row_length <= made.overlap:
+            raise UserError(
+                f"rows of {made.row_length} tokens cannot be made for --input_seq_len {input_length}: raise it, or "
+                "set row_length to a positive integer in `prepare`."
+            )
+        made.row_length = int(made.row_length)  # numpy's integers are no JSON
         return made
 
 

@@ -205,12 +205,14 @@ def _check(made: Mapping[str, Rows], member: Objective) -> None:
     if "attention_mask" in made:
         raise UserError(f"{said} has an attention_mask, which is made of the padding: leave it out.")
     size = max([member.vocabulary.size, *(int(number) + 1 for number in member.vocabulary.sentinel_ids)])
-    for name in ("input_ids", "labels"):
-        values = np.concatenate(made[name])
-        if values.size and values.dtype.kind not in "iu":
-            raise UserError(f"{said} has {name} of type {values.dtype}: return integers.")
+    for name, rows in made.items():
+        for values in map(np.asarray, rows):
+            if values.ndim != 1 or (values.size and values.dtype.kind not in "biu"):
+                kind = f"of type {values.dtype} and shape {list(values.shape)}"
+                raise UserError(f"{said} has {name} {kind}: return one row of integers.")
+        values = np.concatenate(rows)
         known = values[values != IGNORED_LABEL] if name == "labels" else values
-        if known.size and not 0 <= known.min() <= known.max() < size:
+        if name in ("input_ids", "labels") and known.size and not 0 <= known.min() <= known.max() < size:
             raise UserError(
                 f"{said} has {name} from {known.min()} to {known.max()}, but the vocabulary has {size} tokens."
             )
@@ -219,9 +221,8 @@ def _check(made: Mapping[str, Rows], member: Objective) -> None:
     name = "decoder_input_ids" if is_pair else "input_ids"
     for row, labels in zip(made.get(name, ()), made["labels"], strict=False):
         if len(row) != len(labels) + more:
-            raise UserError(
-                f"{said} has {len(row)} {name} and {len(labels)} labels: return {len(labels) + more} {name}."
-            )
+            counts = f"{len(labels) + more} {name}, or {len(row) - more} labels"
+            raise UserError(f"{said} has {len(row)} {name} and {len(labels)} labels: return {counts}.")
 
 
 def check_ids(tokens: np.ndarray, vocab_size: int) -> None:

@@ -30,6 +30,7 @@ from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption,
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.errors import UserError
 
+_LONGEST_SCHEDULE = 10_000  # rows
 MODE_PIECES = {"R": "[NLU]", "X": "[NLG]", "S": "[S2S]"}
 
 
@@ -60,6 +61,8 @@ def build_schedule(weights: Sequence[Any]) -> np.ndarray:
     counts = np.array([int(weight * common) for weight in weights], np.int64)
     counts //= gcd(*counts.tolist())
     total = int(counts.sum())
+    if total > _LONGEST_SCHEDULE:
+        raise UserError(f"--denoisers: the weights repeat only after {total} rows: give rounder ones.")
     return blending_order(counts / total, total, counts).astype(np.int64)
 
 

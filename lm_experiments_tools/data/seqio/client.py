@@ -48,7 +48,6 @@ def seqio_data(
     Raises:
         UserError: a package is missing, or the task has no examples.
     """
-    on_all(backend, lambda: _check_installed(args.task))
     hosts = backend.gather(socket.gethostname())
     cores = max(1, available_cores() // hosts.count(hosts[backend.rank]))
     logs = Path(args.model_path, "logs") if args.model_path else Path(".cache", "seqio")
@@ -72,7 +71,8 @@ def seqio_data(
     return train, valid, f"{worker.title}, {job.inputs_length} inputs + {job.targets_length} targets"
 
 
-def _check_installed(task: str) -> None:
+def check_installed(task: str) -> None:
+    """Raise UserError if a package of seqio is missing."""
     for package in ("tensorflow", "seqio"):
         if importlib.util.find_spec(package) is None:
             raise UserError(

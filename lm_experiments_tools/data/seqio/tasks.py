@@ -167,6 +167,11 @@ class TaskExamples:
             if path is not None and os.path.isfile(path):
                 if Tokenizer.load(path, theirs.extra_ids).fingerprint != self.vocabulary.fingerprint:
                     raise UserError(f"--task {self.job.task} has the vocabulary {path}: give it as --vocab")
+            if theirs.vocab_size > self.vocabulary.size:
+                raise UserError(
+                    f"--task {self.job.task} has {theirs.vocab_size} ids, --vocab {self.job.vocab_path} only "
+                    f"{self.vocabulary.size}: give the --vocab of the task"
+                )
 
     def _check_splits(self) -> None:
         for split in ("train", "validation") if self.job.validation else ("train",):

@@ -188,6 +188,7 @@ class StreamedDataset(SampleDataset):
     ) -> None:  # fmt: skip
         self.workers, self.settings, self.fingerprint, self._build = workers, settings, fingerprint, build
         self.streams: dict[int, Stream] = {}
+        self._told = False
 
     def stream(self, number: int) -> Stream:
         """Return a stream. Those that a rank reads change if a run goes on with another number of workers."""
@@ -220,6 +221,9 @@ class StreamedDataset(SampleDataset):
                 f"more than {limit} bad lines: {rejected} so far, listed in {rejected_path(self.settings.folder)}: "
                 "fix them, name another key by --text_key, or allow more with --max_bad_lines"
             )
+        if rejected and not self._told:
+            self._told = True
+            logger.warning("bad lines are left out; they are listed in %s", rejected_path(self.settings.folder))
         return batch
 
     def close(self) -> None:

@@ -65,6 +65,7 @@ class HFTokenizer(Tokenizer):
 
     def __init__(self, path: Path, content: str, roles: Mapping[str, int | None], sentinel_ids: Sequence[int]) -> None:
         self.path, self._content = path, content
+        self._source = path.absolute() if path.exists() else path  # to `save` from another working directory
         self._settings = settings = json.loads(content)
         self._backend, model = _backend(content), settings["model"]
         self.pieces = self._backend.get_vocab(with_added_tokens=True)
@@ -164,7 +165,7 @@ class HFTokenizer(Tokenizer):
         directory = Path(directory)
         for name in MODEL_NAMES:  # of another tokenizer, which `load` would prefer
             (directory / name).unlink(missing_ok=True)
-        read_pretrained(self.path, self.lowercase).save_pretrained(str(directory))
+        read_pretrained(self._source, self.lowercase).save_pretrained(str(directory))
         if self._is_wordpiece:
             # An id without a piece belonged to a repeated one; the last piece, whose later line wins, fills its line.
             pieces = {i: piece for piece, i in self._backend.get_vocab(with_added_tokens=False).items()}
@@ -339,16 +340,21 @@ def _single_file(path: Path) -> Path | None:
         return None
     kind = read_config(folder, "config.json").get("model_type")
     # AutoTokenizer would read BERT's vocab.txt in lower case, whether it has capital letters or not.
-    if kind in (None, "bert") and "vocab.txt" in names and names.isdisjoint(("tokenizer.json", "added_tokens.json")):
-        return folder / "vocab.txt"
-    if kind is not None:
+    if "tokenizer.json" not in names and "vocab.txt" in names and (kind is None or _is_of_bert(folder / "vocab.txt")):
+        if names.isdisjoint(("added_tokens.json", "special_tokens_map.json")):
+            return folder / "vocab.txt"
+    elif kind is not None:
         return None
-    if "tokenizer.json" in names:
+    elif "tokenizer.json" in names:
         return folder / "tokenizer.json"
     raise UserError(
         f"{folder} has no tokenizer_config.json, which tells the kind of tokenizer: give a folder that "
         "save_pretrained() wrote, or name its .model file, vocab.txt or tokenizer.json"
     )
+
+
+def _is_of_bert(path: Path) -> bool:
+    return {*path.read_text("utf-8", "replace").splitlines()} >= {*_BERT_TOKENS.values()}
 
 
 def _read_file(path: Path, lowercase: bool | None) -> tuple[tokenizers.Tokenizer, dict[str, str | None], list[str]]:

@@ -30,7 +30,7 @@ from lm_experiments_tools.data.text.sources import (
     PythonRows,
     Shard,
     endings,
-    files_of,
+    kind_of,
     list_inputs,
     open_decompressed,
     plan_shards,
@@ -51,7 +51,7 @@ _NO_LINES = "a JSON object over several lines: write each object on one line, or
 _NOT_UTF8 = 'not UTF-8: save the file as UTF-8 (in a spreadsheet program as "CSV UTF-8")'
 _LOGGED = 10  # rejected rows of fine-tuning data that are named one by one
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_MAX_COUNTED_BYTES = 256 << 20  # read at once to number a line: a fraction of a second
+_MAX_COUNTED_BYTES = 256 << 20  # read to number a line: a fraction of a second
 _EXCERPT = 1000  # characters of a rejected record in the list, enough to recognise it
 
 
@@ -149,7 +149,7 @@ class RejectedRecords:
     @property
     def remedy(self) -> str:
         """Advice for error messages if a record had no text under the key; otherwise ""."""
-        advice = "; name the key of the text by --text_key (meta.text: the key text of the object meta)"
+        advice = "; name the key of the text by --text_key or --json-keys (meta.text: the key text of the object meta)"
         return advice if self._lacks_key and not self._of_rows else ""
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ def rows(source: str, rejected: RejectedRecords, columns: Sequence[str] = ()) ->
     if isinstance(source, PythonRows):
         found: Iterable[Record | BadRecord] = _python_rows(source)
     else:
-        shards = (shard for path, kind in files_of(source) for shard in shards_of(path, kind))
+        shards = shards_of(source, kind_of(source) or "dataset")
         found = chain.from_iterable(read_shard(shard, None, columns=columns) for shard in shards)
     for number, item in enumerate(found):
         if isinstance(item, BadRecord):
@@ -497,20 +497,23 @@ def locate(shard: Shard, rejected: BadRecord) -> BadRecord:
 
     For datasets, and for shards that begin beyond 256 MiB of a file, the path names the shard (part) instead.
     """
-    path, line = shard.path, rejected.line
+    path, line = rejected.path, rejected.line
     if shard.kind == "dataset":
-        path = f"{path}, shard {shard.start}"
+        path = f"{shard.path}, shard {shard.start}"
     elif shard.start > _MAX_COUNTED_BYTES:
-        path = f"{path}, from byte {shard.start} on"
-    else:
+        path = f"{shard.path}, from byte {shard.start} on"
+    elif line:
         line += _lines_before(shard)
     return BadRecord(str(rejected), rejected.is_empty, path, line, rejected.content)
 
 
 @lru_cache(maxsize=64)
 def _lines_before(shard: Shard) -> int:
+    lines, left = 0, shard.start
     with open(shard.path, "rb") as file:
-        return file.read(shard.start).count(b"\n")
+        while block := file.read(min(left, 1 << 20)):
+            lines, left = lines + block.count(b"\n"), left - len(block)
+    return lines
 
 
 def excerpt(line: bytes) -> str:

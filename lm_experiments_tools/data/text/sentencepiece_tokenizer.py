@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_UNKNOWN, _UNUSED = 2, 5  # ModelProto.SentencePiece.Type
+_NORMAL, _UNKNOWN, _UNUSED = 1, 2, 5  # ModelProto.SentencePiece.Type
 _SAMPLE_TEXTS = (  # what a saved tokenizer has to encode as the model does, besides each piece
     "The quick brown fox, aged 7.5 years, didn't jump over 1,234 lazy dogs (in New York)!",
     "  Two  spaces   before,  between and after  ",
@@ -63,9 +63,8 @@ def read_model(path: Path, extra_ids: int | None) -> SentencePieceTokenizer | No
     if model is None:
         return None
     if extra_ids is None:  # as many as the T5 tokenizer in this folder adds
-        config = config if is_t5 else {}
-        named = [text for text in _extra_tokens(config) if text.startswith("<extra_id_")]
-        extra_ids = config.get("extra_ids") or len(named) or DEFAULT_EXTRA_IDS
+        named = [text for text in _extra_tokens(config) if text.startswith("<extra_id_")] if is_t5 else []
+        extra_ids = (config.get("extra_ids") if is_t5 else 0) or len(named) or DEFAULT_EXTRA_IDS
     found = SentencePieceTokenizer(model, model.read_bytes(), extra_ids)
     if path.is_dir() and (other := _other_tokens(path, config, found)):
         logger.info("%s is read by AutoTokenizer: %s is not all of it, but lacks %s", path, model.name, other[:3])
@@ -88,11 +87,13 @@ def _other_tokens(folder: Path, config: dict[str, Any], model: SentencePieceToke
     vocab = saved.get("model", {}).get("vocab") or {}
     ids = vocab if isinstance(vocab, dict) else {piece: index for index, (piece, _) in enumerate(vocab)}
     ids |= {token["content"]: token["id"] for token in saved.get("added_tokens", ())}
-    ids |= {_text(token): int(index) for index, token in config.get("added_tokens_decoder", {}).items()}
-    ids |= read_config(folder, "added_tokens.json")
-    unknown: list[Any] = [text for text in _extra_tokens(config) if text not in model.pieces]
-    roles = {role: _text(config[f"{role}_token"]) for role in ("pad", "eos", "unk") if config.get(f"{role}_token")}
-    unknown += [text for role, text in roles.items() if model.find(text) != model.roles[role]]
+    unknown: list[Any] = []
+    if model.path.name == MODEL_NAMES[0]:  # otherwise T5Tokenizer does not find it
+        ids |= {_text(token): int(index) for index, token in config.get("added_tokens_decoder", {}).items()}
+        ids |= read_config(folder, "added_tokens.json")
+        unknown = [text for text in _extra_tokens(config) if text not in model.pieces]
+        roles = {role: _text(config[f"{role}_token"]) for role in ("pad", "eos", "unk") if config.get(f"{role}_token")}
+        unknown += [text for role, text in roles.items() if model.find(text) != model.roles[role]]
     return unknown + [piece for piece, index in ids.items() if model.find(piece) != index]
 
 
@@ -105,14 +106,8 @@ class SentencePieceTokenizer(Tokenizer):
         self.path, self._content, self._extra_ids = path, content, extra_ids
         model = _parse_model(path, content)
         trainer, self._num_pieces = model.trainer_spec, len(model.pieces)
-        if trainer.model_type != trainer.UNIGRAM:
-            kind = trainer.ModelType.Name(trainer.model_type)
-            raise UserError(
-                f"vocabulary {path} is a {kind} model, and T5Tokenizer reads UNIGRAM ones: give the folder or the "
-                "tokenizer.json of a Hugging Face tokenizer"
-            )
         ids = {piece.piece: index for index, piece in enumerate(model.pieces)}
-        inside = find_sentinels(ids, is_unigram=True)
+        inside = find_sentinels(ids, trainer.model_type == trainer.UNIGRAM)
         self.size = self._num_pieces + (0 if inside else extra_ids)
         sentinel_ids = inside or range(self.size - 1, self._num_pieces - 1, -1)
         names = {} if inside else {sentinel_piece(k): index for k, index in enumerate(sentinel_ids)}
@@ -173,7 +168,9 @@ class SentencePieceTokenizer(Tokenizer):
     def save(self, directory: str | os.PathLike) -> None:
         """Write Hugging Face tokenizer files from which `AutoTokenizer.from_pretrained(directory)` gives the same ids.
 
-        Raises UserError: T5Tokenizer, which has settings of its own for spaces, line ends and bytes, gives other ids.
+        The files are those of a T5Tokenizer if it gives the same ids, else of a plain fast tokenizer.
+
+        Raises UserError: neither gives the same ids.
         """
         from transformers import T5Tokenizer
 
@@ -193,25 +190,22 @@ class SentencePieceTokenizer(Tokenizer):
             (directory / name).unlink(missing_ok=True)
         # From the folder: T5Tokenizer(vocab_file=...) ignores the file and builds a vocabulary of 104 tokens.
         tokenizer = T5Tokenizer.from_pretrained(str(directory))
-        if model.trainer_spec.byte_fallback:
+        if self._difference(tokenizer):
             (directory / "spiece.model").unlink()
-            tokenizer = self._with_bytes(tokenizer)
-        if difference := self._difference(tokenizer):
-            raise UserError(
-                f"vocabulary {self.path} cannot be saved as a T5Tokenizer, {difference}: give the folder or the "
-                "tokenizer.json of a Hugging Face tokenizer"
-            )
+            tokenizer = self._fast_tokenizer(model)
+            if difference := self._difference(tokenizer):
+                raise UserError(f"vocabulary {self.path} cannot be saved as a Hugging Face tokenizer: {difference}")
         tokenizer.save_pretrained(str(directory))
 
     def _difference(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """The first difference of T5Tokenizer in tokens or the ids of texts; "" if there is none.
+        """The first difference to a tokenizer of transformers in tokens or the ids of texts; "" if there is none.
 
         The order of the ids of a text may differ: rounding decides it where two segmentations score the same.
         """
         theirs, model = tokenizer.get_vocab(), self._processor
         if self.pieces != theirs or tokenizer.eos_token_id != self.eos_id:
             odd = min(self.pieces.items() ^ theirs.items(), key=lambda item: item[1], default=("</s>", self.eos_id))
-            return f"which has {len(theirs)} tokens of its {self.size}, and the first other one is {odd}"
+            return f"transformers makes {len(theirs)} tokens of its {self.size}, the first other one is {odd}"
         no_text = {*self.special_ids.tolist(), *(i for i in range(self._num_pieces) if model.is_byte(i))}
         ordinary = (i for i in range(self._num_pieces) if not (i in no_text or model.is_control(i)))
         texts = [*_SAMPLE_TEXTS, *(model.id_to_piece(index).replace(self.word_mark, " ") for index in ordinary)]
@@ -221,22 +215,47 @@ class SentencePieceTokenizer(Tokenizer):
         backend.encode_special_tokens = False
         for text, expected, ids in zip(texts, self.encode_batch(texts), (row.ids for row in found), strict=True):
             if sorted(ids) != sorted(expected):
-                return f"which encodes {text!r} as {ids[:8]}, not {expected[:8]}"
+                return f"it encodes {text!r} as {expected[:8]}, transformers as {ids[:8]}"
         return ""
 
-    def _with_bytes(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-        """T5Tokenizer with the bytes by which mT5's model encodes unknown characters, and T5Tokenizer does not."""
-        from tokenizers import decoders, models
+    def _fast_tokenizer(self, model: Any) -> PreTrainedTokenizerBase:
+        """The model's normalization, algorithm and pieces in `tokenizers`; `model` is without sentinels."""
+        from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
         from transformers import PreTrainedTokenizerFast
+        from transformers.tokenization_utils_base import generate_merges
 
-        backend = tokenizer.backend_tokenizer
-        vocab = [(piece, score) for piece, score in json.loads(backend.to_str())["model"]["vocab"]]
-        backend.model = models.Unigram(vocab, self.unk_id, byte_fallback=True)
-        joined = decoders.Replace(self.word_mark, " "), decoders.ByteFallback(), decoders.Fuse()
-        backend.decoder = decoders.Sequence([*joined, decoders.Strip(" ", 1, 0)])
-        roles = {f"{role}_token": getattr(tokenizer, f"{role}_token") for role in ("pad", "eos", "unk")}
-        extra = list(tokenizer.extra_special_tokens)
-        return PreTrainedTokenizerFast(tokenizer_object=backend, extra_special_tokens=extra, **roles)
+        trainer, rules = model.trainer_spec, model.normalizer_spec
+        pad, eos, unk = (model.pieces[index].piece for index in (self.pad_id, self.eos_id, self.unk_id))
+        if trainer.model_type == trainer.BPE:
+            ids = {piece.piece: index for index, piece in enumerate(model.pieces)}
+            scores = {piece.piece: piece.score for piece in model.pieces if piece.type == _NORMAL}
+            merges = generate_merges(ids, scores)
+            algorithm = models.BPE(ids, merges, unk_token=unk, fuse_unk=True, byte_fallback=trainer.byte_fallback)
+        else:
+            scored = [(piece.piece, piece.score) for piece in model.pieces]
+            algorithm = models.Unigram(scored, self.unk_id, trainer.byte_fallback)
+        backend = Tokenizer(algorithm)
+        steps = [normalizers.Replace("\n", " ")] if self.encode_by == "line" else []
+        if rules.precompiled_charsmap:
+            steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
+        if rules.remove_extra_whitespaces:
+            steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" +"), " ")]
+        backend.normalizer = normalizers.Sequence(steps)
+        prepend = "always" if rules.add_dummy_prefix else "never"
+        backend.pre_tokenizer = pre_tokenizers.Metaspace("\u2581", prepend, trainer.split_by_whitespace)
+        strip = [decoders.Strip(" ", 1, 0)] if rules.add_dummy_prefix else []
+        joined = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+        backend.decoder = decoders.Sequence(joined + strip)
+        backend.post_processor = processors.TemplateProcessing(
+            single=["$A", eos], pair=["$A", eos, "$B", eos], special_tokens=[(eos, self.eos_id)]
+        )
+        return PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            extra_special_tokens=[sentinel_piece(k) for k in reversed(range(self.num_sentinels))],
+            pad_token=pad,
+            eos_token=eos,
+            unk_token=unk,
+        )
 
 
 def _parse_model(path: Path, content: bytes) -> Any:

@@ -11,9 +11,10 @@
 | `folder::split` | the files of one split in a folder |
 | `name[:config][:split]` | a dataset of the hub |
 
-A file belongs to the split that its name, or that of a folder above it, has as a word (train-00000-of-00002.parquet,
-validation/data.txt). Without `::split`, a folder with files of `train` is read without those of other splits. Suffixes
-may be in upper case. Hidden files and files that this program wrote are ignored.
+A file of a corpus belongs to the split that its name, or that of a folder above it, has as a word
+(train-00000-of-00002.parquet, validation/data.txt). Without `::split`, a folder with files of `train` is read without
+those of other splits. In fine-tuning the file of a split has its name alone (`file_of_split`). Suffixes may be in
+upper case. Hidden files and files that this program wrote are ignored.
 """
 
 import bz2
@@ -232,7 +233,7 @@ def find_files(inputs: Sequence[str], document_per_line: bool = False) -> list[t
     Raises:
         UserError: an input does not exist, is unreadable or empty, or is given twice.
     """
-    found = [files_of(os.fspath(item)) for item in inputs]
+    found = [_files_of(os.fspath(item)) for item in inputs]
     first: dict[str, int] = {}
     for number, (path, _) in ((number, file) for number, files in enumerate(found) for file in files):
         if (other := first.setdefault(os.path.realpath(path), number)) != number:
@@ -262,14 +263,12 @@ def _is_one_block(path: str) -> bool:
     return is_long and all(line.strip() for line in lines[:_PROBED_LINES])
 
 
-def files_of(item: str) -> list[tuple[str, str]]:
+def _files_of(item: str) -> list[tuple[str, str]]:
     """Return (path, kind) of each file or dataset of one input, see `find_files`."""
     if os.path.isdir(item):
         return _files_in(item)
     if os.path.exists(item):
-        if not os.path.isfile(item) or not (kind := kind_of(item)):
-            raise UserError(f"{item} is no file of {READABLE}")
-        return [(item, kind)]
+        return [(item, _kind_of_input(item))]
     name, config, split = hf_datasets.split_name(item)
     if os.path.isdir(name):
         if config is None and split in _SPLIT_OF:
@@ -277,10 +276,22 @@ def files_of(item: str) -> list[tuple[str, str]]:
         if config in _SPLIT_OF:
             raise UserError(f"{item}: write {name}::{config} for the files of a split")
     else:
-        is_local = name.startswith((".", "/", "~")) or os.path.isdir(os.path.dirname(name) or "\0")
-        if is_local or endings(name)[0] in _KINDS or not _DATASET_NAME.fullmatch(item):
-            raise UserError(f"{name} does not exist")
+        _check_hub_name(item)
     return [(item, "dataset")]
+
+
+def _kind_of_input(path: str) -> str:
+    """Kind of a file that exists. Raises UserError if there is none."""
+    if not os.path.isfile(path) or not (kind := kind_of(path)):
+        raise UserError(f"{path} is no file of {READABLE}")
+    return kind
+
+
+def _check_hub_name(item: str) -> None:
+    """Raise UserError if what does not exist here cannot be the name of a dataset either."""
+    looks_local = item.startswith((".", "/", "~")) or os.path.isdir(os.path.dirname(item) or "\0")
+    if looks_local or endings(item)[0] in _KINDS or not _DATASET_NAME.fullmatch(item):
+        raise UserError(f"{item} does not exist")
 
 
 def _files_in(folder: str, split: str = "") -> list[tuple[str, str]]:
@@ -395,36 +406,54 @@ def as_sources(value: Any, name: str) -> tuple[str, ...]:
 
 
 def file_of_split(path: str, split: str) -> str:
-    """Return what holds the rows of one split: a file, `folder::split` of Parquet or Arrow files, or a dataset.
+    """Return what holds the rows of one split: the file that is named after it in a folder, a dataset, or the path.
 
-    Raises UserError: there is none, or there are several files.
+    Raises UserError: the data cannot be read.
     """
-    split = _SPLIT_OF[split]
-    words = _SPLITS[split]
+    words = _SPLITS[_SPLIT_OF[split]]
     if isinstance(path, PythonRows):
         if not isinstance(path.rows, Mapping):
             return path
         if name := next((name for name in words if name in path.rows), None):
             return PythonRows(f"{path}[{name!r}]", path.rows[name])
         raise UserError(f"{path} has no split {' or '.join(words)}, only {', '.join(map(str, path.rows))}.")
-    if not os.path.isdir(path):
-        return path if os.path.exists(path) else hf_datasets.with_split(path, split)
-    has_splits = any(_split_of(path, file) for file in _walk(path))
-    kinds = {file: kind for file, kind in _files_in(path, split if has_splits else "") if kind != "text"}
-    # Folders of GLUE and SNLI have further files of a split beside those that are named after it alone.
-    stems = {file: os.path.relpath(file, path).lower().removesuffix("".join(endings(file))) for file in kinds}
-    files = [file for file, stem in stems.items() if stem.removesuffix("_matched") in words] or list(kinds)
-    if len(files) == 1:
-        return files[0]
-    if files and set(kinds.values()) == {"dataset"}:
-        return f"{path}::{split}" if has_splits else path
-    found = f"several {split} files, {', '.join(map(os.path.basename, files))}" if files else f"only text of {split}"
-    raise UserError(f"folder {path} has {found}: name one file of rows.")
+    if os.path.isdir(path):
+        return _file_in(path, words)
+    if os.path.exists(path):
+        _kind_of_input(path)
+        return path
+    if not os.path.exists(hf_datasets.split_name(path)[0]):
+        _check_hub_name(path)
+    return hf_datasets.with_split(path, words[0])
 
 
 def text_of_split(path: str, split: str) -> str:
     """Return what holds the text of one split, as `file_of_split`; of a folder with files of `train` all its files."""
     if not os.path.isdir(path):
-        return file_of_split(path, split)
+        return path if os.path.exists(path) else file_of_split(path, split)
     has_train = "train" in (_split_of(path, file) for file in _walk(path))
     return f"{path}::{_SPLIT_OF[split]}" if has_train else path
+
+
+def _file_in(folder: str, words: Sequence[str]) -> str:
+    names = sorted(os.listdir(folder))
+    kinds = {name: _KINDS.get(endings(name)[0]) for name in names}
+    stems = [name.lower().removesuffix("".join(endings(name))).removesuffix("_matched") for name in names]
+    files = [n for n, stem in zip(names, stems, strict=True) if stem in words and kinds[n] in ("json", "table")]
+    if len(files) > 1:
+        raise UserError(f"folder {folder} has several {words[0]} files, {', '.join(files)}: name one of them.")
+    if files:
+        return os.path.join(folder, files[0])
+    data_files = [name for name in names if kinds[name] == "dataset"]
+    begins = {re.split("[-_.]", name)[0] for name in data_files}  # train-00000-of-00002.parquet
+    if not begins.isdisjoint(words):
+        return hf_datasets.with_split(folder, words[0])
+    for name in (*words, "data"):  # a DatasetDict on disk, a snapshot of the hub
+        if os.path.isdir(os.path.join(folder, name)):
+            return _file_in(os.path.join(folder, name), words)
+    if data_files and begins.isdisjoint(_SPLIT_OF):
+        return folder  # rows of no split by their names
+    raise UserError(
+        f"folder {folder} has none of the {words[0]} files {', '.join(f'{word}.tsv' for word in words)} "
+        f"(or .csv, .jsonl, .json, .parquet): it has {', '.join(names[:8]) or 'nothing'}."
+    )

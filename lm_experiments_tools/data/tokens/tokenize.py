@@ -16,7 +16,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import as_completed, wait
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -195,6 +195,8 @@ def _encode_shards(jobs: Sequence[tuple[Shard, str]], encoder: Encoder, workers:
             for (_, prefix), count in answers:
                 num_rejected += count
                 if num_rejected > limit:
+                    if workers > 1:  # so that no list of rejected records is cut off in a line
+                        wait([future for future in submitted if not future.cancel()])
                     return
                 yield prefix
         except WorkerEnded as end:
@@ -321,7 +323,7 @@ class Tokenization:
                 if not (listed := Path(f"{part}.bad.jsonl")).is_file():
                     continue
                 for entry in map(json.loads, listed.read_text(encoding="utf-8").splitlines()):
-                    found = BadRecord(entry["reason"], False, shard.path, entry["line"], entry["content"])
+                    found = BadRecord(entry["reason"], False, entry["file"], entry["line"], entry["content"])
                     rejected.reject(locate(shard, found))
         if rejected.count:
             logger.warning("%s", rejected)
@@ -420,7 +422,7 @@ def report_unknown(tokens: IndexedDataset, unk_id: int | None) -> float:
 
     A warning is logged, once per file, if PREFIX.json does not say which vocabulary the ids belong to.
     """
-    if "vocab_sha256" not in tokens.meta:
+    if tokens.meta.get("vocab_sha256") is None:
         _warn_unrecorded(tokens.meta_path)
     blocks = np.unique(np.linspace(0, max(tokens.num_tokens - 1, 0) // _BLOCK, _NUM_BLOCKS).astype(np.int64)) * _BLOCK
     sample = np.concatenate([tokens.tokens[start : start + _BLOCK] for start in blocks.tolist()])

@@ -130,7 +130,6 @@ def test_a_trained_classifier_brings_its_labels(folder, tmp_path):
 REFUSED = {
     "a file that is not there": ({"data_path": "no.jsonl"}, "no.jsonl"),
     "a LoRA target that matches nothing": ({"peft": "lora", "lora_targets": "nonsense"}, "--lora_targets"),
-    "a prefix longer than the limit": ({"prefix": "w1 " * 40}, "prefix"),
     "an encoder for text": ({"from_pretrained": "encoder"}, "encoder"),
     "an unknown label": (
         {

@@ -74,10 +74,10 @@ def test_parquet_is_read_and_a_folder_of_it_by_splits(tmp_path):
     for name, some in (("train-00000-of-00002", ROWS[:1]), ("train-00001-of-00002", ROWS[1:3]), ("valid", ROWS[3:])):
         parquet.write_table(table.from_pylist(some), splits / f"{name}.parquet")
     assert rows_of(splits) == ROWS[:3] and rows_of(splits, "valid") == ROWS[3:]
-    with pytest.raises(UserError, match="has no file of the split test"):
+    with pytest.raises(UserError, match="has none of the test files"):
         rows_of(splits, "test")
     (splits / "valid.parquet").unlink()
-    with pytest.raises(UserError, match="has no file of the split validation"):
+    with pytest.raises(UserError, match="has none of the validation files"):
         rows_of(splits, "valid")  # its training data is no validation data
     (tmp_path / "half.parquet").write_bytes((tmp_path / "one.parquet").read_bytes()[:200])
     with pytest.raises(UserError, match=r"half\.parquet is damaged or not of its ending .*: copy it again"):
@@ -224,6 +224,9 @@ def test_lists_of_zeros_and_ones_are_refused(tmp_path):
         encoded_labels(path)
     with pytest.raises(UserError, match="the label '0' is none of c, a, b"):
         encoded_labels(path, label_names=("c", "a", "b"))
+    path = write_json(tmp_path / "b.jsonl", [{"text": "w1", "labels": [True, False]}])
+    with pytest.raises(UserError, match=r"the labels \[True, False\] are no list of names"):
+        encoded_labels(path)
 
 
 def test_labels_1_and_1_0_are_one_class_where_labels_are_named(tmp_path):

@@ -46,7 +46,9 @@ def test_a_table_of_a_spreadsheet_program_has_the_rows_that_were_written(name, c
     assert [row.value for row in rows(str(tmp_path / name), RejectedRecords(0))] == expected
 
 
-@pytest.mark.parametrize(("targets", "expected"), [(["x", "y"], True), (["x"], True), ([""], False), ([], False)])
+@pytest.mark.parametrize(
+    ("targets", "expected"), [(["x", "y"], True), (["x"], True), ([{"a": 1}], True), ([""], False), ([], False)]
+)
 def test_targets_of_a_table_may_be_arrays(targets, expected):
     """As pandas has lists of a Parquet file."""
     row = Record({"source": "a", "targets": np.array(targets, dtype=object)}, "row", 0)

@@ -420,7 +420,7 @@ def test_a_vocabulary_without_room_for_them_is_refused(tmp_path):
             {"input_length": 8, "target_length": 2},
             "Spans of 3 tokens in 0.15 of the text need a larger --input_seq_len",
         ),
-        (causal_lm, {"input_length": 1}, "--input_seq_len 1 gives rows of 1 tokens"),
+        (causal_lm, {"input_length": 1}, "rows of 1 tokens cannot be made for --input_seq_len 1"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(make, options, sentence):

@@ -191,12 +191,11 @@ def test_validation_is_made_only_where_it_is_asked_for(start, vocab, tmp_path, m
 
 
 @pytest.mark.parametrize("package", ["tensorflow", "seqio"])
-def test_a_missing_package_is_a_sentence(vocab, monkeypatch, package):
+def test_a_missing_package_is_a_sentence(monkeypatch, package):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
-    args = arguments(vocab)
     with pytest.raises(UserError, match=rf"package {package}: pip install .*\[seqio\]"):
-        sources_of(args, vocab)
+        module.check_installed("tasks:mine")
 
 
 @pytest.mark.parametrize("error", ["OSError('libcuda.so.1 is missing')", "ImportError('built for another python')"])

@@ -135,7 +135,7 @@ def test_rows_of_examples_are_read_from_the_same_endings(folder):
     (folder / "train.tsv.xz").write_bytes(lzma.compress(b"a\tb\n1\t2\n"))
     assert file_of_split(str(folder), "train") == str(folder / "train.tsv.xz")
     (folder / "train.NDJSON").write_bytes(line("x"))
-    with pytest.raises(UserError, match=r"several train files, train\.NDJSON, train\.tsv\.xz: name one file of rows"):
+    with pytest.raises(UserError, match=r"several train files, train\.NDJSON, train\.tsv\.xz: name one of them"):
         file_of_split(str(folder), "train")
     for name, expected in (("train.tsv.xz", {"a": "1", "b": "2"}), ("train.NDJSON", {"text": "x"})):
         path = file_of_split(str(folder / name), "train")
