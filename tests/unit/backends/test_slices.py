@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lm_experiments_tools.backends.slices import SlicedTensor, assign, elements, full
+from lm_experiments_tools.backends.trees import check_keys
 from lm_experiments_tools.checkpoint.tree import load_tree, save_tree, slice_ranges, tree_files
 from lm_experiments_tools.errors import UserError
 
@@ -71,3 +72,10 @@ def test_sizes_are_assigned_evenly():
     totals = [sum(sizes[name] for name in sizes if ranks[name] == rank) for rank in range(4)]
     assert sum(totals) == sum(sizes.values()) and max(totals) - min(totals) <= 150
     assert assign({"one": 3}, 8) == {"one": 0}
+
+
+def test_a_state_of_other_names_or_shapes_is_refused_with_them():
+    model = {"a": torch.ones(2), "b": torch.ones(3)}
+    check_keys({"a": torch.zeros(2), "b": torch.zeros(3)}, model)
+    with pytest.raises(UserError, match=r"1 missing \['b'\], 1 unexpected \['c'\], 1 of another shape \['a'\]"):
+        check_keys({"a": torch.ones(3), "c": torch.ones(3)}, model)
