@@ -122,6 +122,8 @@ class Mixture:
 
     Attributes:
         taken: int64[k], samples of each data set in an epoch.
+
+    Raises UserError: a weight is missing or not above 0, or a data set has no samples.
     """
 
     def __init__(

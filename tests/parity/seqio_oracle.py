@@ -16,8 +16,8 @@ import seqio
 import tensorflow as tf
 from t5.data import preprocessors as t5
 
+from lm_experiments_tools.data.seqio.job import Job
 from lm_experiments_tools.data.seqio.tasks import TaskExamples, step_name
-from lm_experiments_tools.data.seqio.worker import Job
 from lm_experiments_tools.errors import UserError
 
 ROWS, NUMBER, SEED = 8, 480, 11

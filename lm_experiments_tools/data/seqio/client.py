@@ -17,7 +17,8 @@ import numpy as np
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.data.dataset import SampleDataset
 from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
-from lm_experiments_tools.data.seqio.worker import Job, prepare
+from lm_experiments_tools.data.seqio.job import Job
+from lm_experiments_tools.data.seqio.worker import prepare
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.workers import Worker, WorkerEnded, available_cores
 from lm_experiments_tools.errors import RunError, UserError

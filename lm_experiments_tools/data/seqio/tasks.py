@@ -27,7 +27,7 @@ from lm_experiments_tools.files import json_sha256
 from lm_experiments_tools.labels import IGNORED_LABEL
 
 if TYPE_CHECKING:
-    from lm_experiments_tools.data.seqio.worker import Job
+    from lm_experiments_tools.data.seqio.job import Job
 
 logger = logging.getLogger(__name__)
 

@@ -509,10 +509,16 @@ def locate(shard: Shard, rejected: BadRecord) -> BadRecord:
 
 @lru_cache(maxsize=64)
 def _lines_before(shard: Shard) -> int:
-    lines, left = 0, shard.start
-    with open(shard.path, "rb") as file:
-        while block := file.read(min(left, 1 << 20)):
-            lines, left = lines + block.count(b"\n"), left - len(block)
+    return count_lines(shard.path, 0, shard.start)
+
+
+def count_lines(path: str, start: int, end: int) -> int:
+    """Return the number of line ends between the bytes `start` and `end` of a file."""
+    lines = 0
+    with open(path, "rb") as file:
+        file.seek(start)
+        while block := file.read(min(end - start, 1 << 20)):
+            lines, start = lines + block.count(b"\n"), start + len(block)
     return lines
 
 

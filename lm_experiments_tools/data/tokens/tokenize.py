@@ -34,7 +34,7 @@ from lm_experiments_tools.data.text.records import (
     RejectedRecords,
     TooManyRejected,
     converted,
-    locate,
+    count_lines,
     no_documents,
     read_shard,
     utf8_length,
@@ -317,14 +317,20 @@ class Tokenization:
             raise UserError("files of the datasets were changed while they were being read: start again")
 
     def _collect_rejected(self) -> RejectedRecords:
-        """The rejected records of all shards."""
+        """The rejected records of all shards, with the lines of their files."""
+        file, position, num_lines = "", 0, 0
         with closing(RejectedRecords(self.max_bad_lines, f"{self.prefix}.bad_lines.jsonl")) as rejected:
             for shard, part in zip(self.shards, self._parts, strict=True):
                 if not (listed := Path(f"{part}.bad.jsonl")).is_file():
                     continue
+                if shard.path != file:
+                    file, position, num_lines = shard.path, 0, 0
+                if shard.kind != "dataset":  # on from the shard before, so that each part of a file is read once
+                    num_lines += count_lines(shard.path, position, shard.start)
+                    position = shard.start
                 for entry in map(json.loads, listed.read_text(encoding="utf-8").splitlines()):
-                    found = BadRecord(entry["reason"], False, entry["file"], entry["line"], entry["content"])
-                    rejected.reject(locate(shard, found))
+                    line = entry["line"] and num_lines + entry["line"]
+                    rejected.reject(BadRecord(entry["reason"], False, entry["file"], line, entry["content"]))
         if rejected.count:
             logger.warning("%s", rejected)
         return rejected

@@ -23,7 +23,7 @@ from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.seqio import client as module
 from lm_experiments_tools.data.seqio.client import SeqioExamples, SeqioWorker, seqio_data, to_batch
-from lm_experiments_tools.data.seqio.worker import Job
+from lm_experiments_tools.data.seqio.job import Job
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.errors import RunError, UserError
 from tests.distributed.launch import environment
@@ -131,7 +131,7 @@ def test_the_worker_dies_with_its_parent(start, tmp_path):
     script = f"""
 import os, time
 from lm_experiments_tools.data.seqio import client as module
-from lm_experiments_tools.data.seqio.worker import Job
+from lm_experiments_tools.data.seqio.job import Job
 from tests.unit.data.seqio.fake_worker import prepare
 module.prepare = prepare
 fields = dict.fromkeys(Job.__dataclass_fields__, 1)

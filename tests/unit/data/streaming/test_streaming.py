@@ -282,13 +282,14 @@ def test_a_real_worker_process_and_its_death(start, monkeypatch):
     assert [process.poll() is not None for process in processes] == [True, True]
 
 
-def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(start, in_process, tmp_path):
+def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(start, in_process, tmp_path, caplog):
     lines = [json.dumps({"text": text}) for text in make_texts(600)]
     lines[5] = lines[400] = '{"text": 5}'
     (tmp_path / "bad.jsonl").write_text("\n".join(lines) + "\n")
     settings = {"data_path": (str(tmp_path / "bad.jsonl"),), "streams": 1, "data_n_workers": 1}
     loader = start(max_bad_lines=2, **settings)
     take(loader, 100)
+    assert sum("bad lines are left out" in record.getMessage() for record in caplog.records) == 1
     end = loader.dataset.streams[0].records[-1]["end"]
     assert end["epoch"] >= 2 and end["rejected"] == 2
     loader.close()

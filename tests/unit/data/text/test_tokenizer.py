@@ -256,8 +256,9 @@ def test_tokenizers_without_a_config_are_read_alike_by_t5_bert_and_fine_tuning(f
 def test_a_vocab_txt_with_capital_letters_is_read_as_cased(tmp_path):
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "Word", "word"]))
     assert Tokenizer.load(tmp_path).encode("Word word") == [5, 6]
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    assert Tokenizer.load(tmp_path).encode("Word word") == [5, 6]  # AutoTokenizer: [6, 6]
+    for kind in ("distilbert", "electra", "bert"):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        assert Tokenizer.load(tmp_path).encode("Word word") == [5, 6]  # AutoTokenizer: [6, 6]
     assert named_tokenizer(str(tmp_path), "--tokenizer")("Word").input_ids == [2, 5, 3]
 
 
