@@ -7,16 +7,11 @@ existing file or folder belong to the path.
 
 import glob
 import os
-import socket
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
-from unittest import mock
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.files import hash_of_ends
@@ -73,8 +68,7 @@ def load_streaming(item: str, column: str = "") -> Any:
         )
     name, _, split = split_name(item)
     try:
-        with nullcontext() if os.path.exists(name) or _reaches_hub() else _offline():
-            builder = _builder(item)
+        builder = _builder(item)
         if hasattr(builder.config, "columns"):  # Parquet
             builder.config.columns = [column] if column else None
             builder.config.batch_size = builder.config.batch_size or _PARQUET_ROWS
@@ -84,33 +78,6 @@ def load_streaming(item: str, column: str = "") -> Any:
             raise UserError(f"{item} is damaged or not of its ending ({first_line(error)}): copy it again") from None
         absent = "" if os.path.exists(name) else f"there is no file or folder {name}, and "
         raise UserError(f"{absent}the Hugging Face dataset {item} cannot be loaded: {first_line(error)}") from None
-
-
-def _reaches_hub() -> bool:
-    """True if the Hub's machine answers, or a proxy may. Otherwise its client tries again for half a minute."""
-    from huggingface_hub import constants
-
-    if getproxies() or constants.HF_HUB_OFFLINE:
-        return True
-    hub = urlsplit(constants.ENDPOINT)
-    try:
-        socket.create_connection((hub.hostname, hub.port or 443), timeout=2).close()
-    except OSError:
-        return False
-    return True
-
-
-@contextmanager
-def _offline() -> Iterator[None]:
-    """Context in which the clients of the Hub use their caches alone."""
-    import datasets
-    from huggingface_hub import constants
-
-    with (
-        mock.patch.object(constants, "HF_HUB_OFFLINE", True),
-        mock.patch.object(datasets.config, "HF_HUB_OFFLINE", True),
-    ):
-        yield
 
 
 def _builder(item: str) -> Any:
