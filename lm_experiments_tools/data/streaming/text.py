@@ -245,9 +245,10 @@ class ChunkMaker:
                 with open(rejected_path(self.settings.folder), "a", encoding="utf-8") as file:
                     file.writelines(f"{record.to_json()}\n" for record in text.rejected)
             text.rejected.clear()
+        chunk = Chunk(np.concatenate(parts), text.position)
         # Not after an error, which the iterator does not survive.
         self._open[request.stream] = text
-        return Chunk(np.concatenate(parts), text.position)
+        return chunk
 
 
 def rejected_path(folder: str | os.PathLike) -> Path:
