@@ -19,7 +19,6 @@ import numpy as np
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.checkpoint.source import ModelFiles
 from lm_experiments_tools.config.finetuning import LABEL_TASKS
-from lm_experiments_tools.data.arrangement import Buckets, LongestFirst
 from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.examples.dataset import EncodedExamples, ExampleRows, encode_examples
 from lm_experiments_tools.data.examples.examples import (
@@ -39,13 +38,12 @@ from lm_experiments_tools.data.examples.instructions import (
     PromptParts,
     instruction_examples,
 )
-from lm_experiments_tools.data.examples.packing import PackedRows
 from lm_experiments_tools.data.examples.text_encoder import ExampleEncoder, end_id, pad_id, tokenize_text
 from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
 from lm_experiments_tools.data.objectives.causal_lm import CausalLM
 from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.objectives.token_rows import TokenRows, TokensInMemory
-from lm_experiments_tools.data.order import permute
+from lm_experiments_tools.data.order import Buckets, LongestFirst, permute
 from lm_experiments_tools.data.text.records import Record, RejectedRecords, rows
 from lm_experiments_tools.data.text.sources import file_of_split, text_of_split
 from lm_experiments_tools.errors import UserError
@@ -265,7 +263,7 @@ class _Reader:
             examples = chosen(list(examples), args.max_train_samples)
         rows = self._rows(examples, "train", encoder)
         if args.packing:
-            return Dataset(PackedRows(rows))
+            return Dataset(rows)
         # By default all rows of a step: it then holds the same samples however it is split.
         size = args.bucket_rows or args.global_batch_size(self.backend.world_size)
         dataset, window = Dataset(rows), WINDOW if size > 1 else 0
@@ -324,6 +322,7 @@ def example_rows(args: FinetuningArgs, encoded: EncodedExamples, tokenizer: Any,
         limits=(args.input_seq_len, args.target_seq_len),
         multiple=args.trim_to(),
         with_prompts=not training,
+        packed=training and args.packing,
         title=args.task,
     )
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from lm_experiments_tools.data.examples.dataset import EncodedExamples
+from lm_experiments_tools.data.examples.dataset import EncodedExamples, Ragged
 from lm_experiments_tools.data.examples.examples import Example
-from lm_experiments_tools.data.examples.ragged import Ragged
 
 _PERCENTILES = (50, 90, 99, 100)
 _LABELS = 12  # most frequent labels, named with their counts

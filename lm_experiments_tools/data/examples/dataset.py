@@ -1,4 +1,4 @@
-"""Encoded fine-tuning examples as a dataset of numbered samples. Batches are padded to their longest row.
+"""Encoded fine-tuning examples as a dataset of numbered rows. Batches are padded to their longest row.
 
 Example: source ids 5 6 1, target ids 7 1 and padding 0, next to a longer example:
 
@@ -8,6 +8,21 @@ Example: source ids 5 6 1, target ids 7 1 and padding 0, next to a longer exampl
     encoder              input_ids  5 6 1 0      labels     2                   (number of the class, or a value)
       several labels                             labels   0. 1. 1.              (1 for each class that applies)
 
+The same example packed with another, source 7 1 and target 9 1, into one row:
+
+    encoder-decoder   input_ids            5 6 1 7 1 0     labels               7 1 9 1
+                      segment_ids          1 1 1 2 2 0     decoder_segment_ids  1 1 2 2
+                      attention_mask       1 1 1 1 1 0
+    decoder           input_ids            5 6 1 7 1 7 1 9 1 0
+                      labels               - - - 7 1 - - 9 1 -       (-: -100)
+                      position_ids         0 1 2 3 4 0 1 2 3 0
+    encoder           input_ids, segment_ids, attention_mask as above, labels 2 0 (-100 in rows that have fewer)
+
+The model must limit attention to a segment, the tokens of one example (0 is padding). A decoder gets no mask:
+transformers detects sequences by `position_ids`, unless `use_cache` is on. Examples are packed once, each into the
+first of the last 64 rows with enough space; epochs differ in the order of rows. A row counts as one sample in
+--batch_size.
+
 Labels are -100 if the data has no targets or labels. `example` is the number of the example in its split (such as the
 training data). Each epoch is shuffled. If an example has several sources (prompts) or targets, each epoch draws one.
 """
@@ -16,23 +31,78 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Literal
+from itertools import chain, islice
+from typing import Literal
 
 import numpy as np
 
 from lm_experiments_tools.data.examples.examples import Example
-from lm_experiments_tools.data.examples.ragged import Ragged, RaggedBuilder
 from lm_experiments_tools.data.examples.text_encoder import ExampleEncoder
-from lm_experiments_tools.data.order import draw_integers, stream_key
+from lm_experiments_tools.data.order import draw_integers, permute, stream_key
+from lm_experiments_tools.data.packing import Segments, pack
 from lm_experiments_tools.labels import IGNORED_LABEL
 
 Kind = Literal["encoder", "encoder-decoder", "decoder"]
 _AT_ONCE = 1024  # examples tokenized by one call
 _VERSION = 1  # of the mapping (seed, sample) -> row; part of the fingerprint
+_PACKING_VERSION = 1  # of the mapping (seed, examples) -> packed rows; part of the fingerprint
 _32 = np.uint64(32)
+
+
+class Ragged:
+    """Rows of integers, such as token ids, of different lengths, stored in one flat array.
+
+    Rows may form groups, such as the targets of one example. Without `sizes` each row is a group.
+
+    Args:
+        lengths: int64[number of rows], number of integers in each row.
+        sizes: int64[number of groups], number of rows in each group.
+
+    Attributes:
+        firsts: int64[number of groups + 1]: group n has the rows firsts[n] to firsts[n + 1] - 1.
+    """
+
+    def __init__(self, values: np.ndarray, lengths: np.ndarray, sizes: np.ndarray | None = None) -> None:
+        self.values, self.lengths = values, lengths
+        self.starts = np.cumsum(lengths) - lengths
+        self.firsts = np.concatenate([[0], np.cumsum(np.ones_like(lengths) if sizes is None else sizes)])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def flat(self, rows: np.ndarray) -> np.ndarray:
+        """Return the values of the rows with the given numbers int64[n], concatenated."""
+        lengths = self.lengths[rows]
+        shifts = self.starts[rows] - (np.cumsum(lengths) - lengths)
+        return self.values[np.repeat(shifts, lengths) + np.arange(lengths.sum())]
+
+    def padded_left(self, rows: np.ndarray, fill: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the selected rows as a matrix int64[n, width], padded at the left, and bool[n, width]: no padding."""
+        lengths = self.lengths[rows]
+        real = np.arange(lengths.max()) >= lengths.max() - lengths[:, None]
+        padded = np.full(real.shape, fill, np.int64)
+        padded[real] = self.flat(rows)
+        return padded, real
+
+
+class RaggedBuilder:
+    """Builds a `Ragged` from some rows at a time, with little more memory than the result needs."""
+
+    def __init__(self, dtype: type[np.integer] = np.int32) -> None:
+        self.dtype = dtype
+        self._values, self._lengths = [np.empty(0, dtype)], [np.empty(0, np.int64)]
+        self._sizes: list[int] = []
+
+    def extend(self, rows: Sequence[Sequence[int]], sizes: Iterable[int] | None = None) -> None:
+        self._values.append(np.fromiter(chain.from_iterable(rows), self.dtype))
+        self._lengths.append(np.array([len(row) for row in rows], np.int64))
+        self._sizes += [1] * len(rows) if sizes is None else sizes
+
+    def build(self) -> Ragged:
+        sizes = np.array(self._sizes, np.int64)
+        return Ragged(np.concatenate(self._values), np.concatenate(self._lengths), sizes)
 
 
 @dataclass
@@ -98,11 +168,15 @@ def _label_rows(labels: list[int | tuple[int, ...]], num_labels: int) -> np.ndar
 
 
 class ExampleRows:
-    """Fine-tuning examples, a `data.dataset.Rows`.
+    """Fine-tuning examples, a `data.dataset.Rows`: an example is a row, or several if they are packed.
 
     Args:
         limits: maximum number of tokens of inputs and of targets in a batch.
         with_prompts: for a decoder, add `prompt_ids` and `prompt_mask` to a batch, from which evaluation generates.
+        packed: put as many examples into a row as fit, once, in random order.
+
+    Attributes:
+        members: the numbers of the examples in each row.
     """
 
     def __init__(
@@ -115,21 +189,40 @@ class ExampleRows:
         limits: tuple[int, int],
         multiple: int | None = None,
         with_prompts: bool = False,
+        packed: bool = False,
         title: str = "",
     ) -> None:
         self.encoded, self.kind, self.pad_id, self.seed = encoded, kind, pad_id, seed
         self.limits, self.multiple, self.with_prompts, self.title = limits, multiple or 1, with_prompts, title
-        self.fingerprint, self.order = self._fingerprint(), None
+        self.fingerprint, self.order, self.packed = self._fingerprint(), None, packed
+        self.members = Ragged(np.arange(len(encoded)), np.ones(len(encoded), np.int64))
+        if packed:
+            self._pack()
+
+    def _pack(self) -> None:
+        sides = [side for side in (self.encoded.sources, self.encoded.targets) if side is not None]
+        # Tokens of the longest source, and of the longest target, that an example may have, int64[sides, n].
+        longest = np.stack([np.maximum.reduceat(side.lengths, side.firsts[:-1]) for side in sides])
+        if self.kind == "decoder":
+            longest = longest.sum(axis=0, keepdims=True)
+        limits, numbers = np.array(self.limits[: len(longest)]), self.members.values
+        order = permute(numbers, len(numbers), self.seed, np.zeros_like(numbers))
+        items, sizes = pack(longest[:, order], limits)
+        self.members = Ragged(order[items], sizes)
+        self._filled = longest.sum() / (limits.sum() * len(sizes))
+        self._widest = np.add.reduceat(longest[0, self.members.values], self.members.starts).max()
+        self.fingerprint = f"{self.fingerprint}/packed={_PACKING_VERSION}"
 
     def __len__(self) -> int:
-        return len(self.encoded)
+        return len(self.members)
 
     def describe(self) -> str:
-        """Describe the examples, their number and average lengths, for the log."""
+        """Describe the examples, their number, average lengths and rows, for the log."""
         parts = [f"{self.encoded.sources.lengths.mean():.0f} tokens in a source"]
         if self.encoded.targets is not None:
             parts.append(f"{self.encoded.targets.lengths.mean():.0f} in a target")
-        return f"{self.title}, {len(self):,} examples, {', '.join(parts)}"
+        rows = f"; packed in {len(self):,} rows, {1.0 - self._filled:.1%} padding" if self.packed else ""
+        return f"{self.title}, {len(self.encoded):,} examples, {', '.join(parts)}{rows}"
 
     def _fingerprint(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
@@ -143,73 +236,92 @@ class ExampleRows:
             digest.update(array.tobytes())
         return digest.hexdigest()
 
-    def draw(self, epochs: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Draw a source and a target of each example: indices int64[n] of both; targets are None for an encoder."""
-        sources = self._draw("source", self.encoded.sources.firsts, epochs, rows)
-        if self.encoded.targets is None:
-            return sources, None
-        return sources, self._draw("target", self.encoded.targets.firsts, epochs, rows)
-
-    def _draw(self, purpose: str, firsts: np.ndarray, epochs: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        counts = firsts[rows + 1] - firsts[rows]
+    def _draw(self, purpose: str, side: Ragged, epochs: np.ndarray, examples: np.ndarray) -> np.ndarray:
+        """Draw a source or a target of each example: indices int64[n]."""
+        firsts, counts = side.firsts[examples], np.diff(side.firsts)[examples]
         if (counts == 1).all():
-            return firsts[rows]
-        drawn = draw_integers(stream_key(self.seed, f"drawn {purpose}"), epochs, rows, 1)[0]
-        return firsts[rows] + (drawn * counts.astype(np.uint64) >> _32).astype(np.int64)
+            return firsts
+        drawn = draw_integers(stream_key(self.seed, f"drawn {purpose}"), epochs, examples, 1)[0]
+        return firsts + (drawn * counts.astype(np.uint64) >> _32).astype(np.int64)
 
     def lengths(self, epochs: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return the numbers of input and target tokens, int64[2, n]. A decoder's prompts and targets are inputs."""
-        sources, targets = self.draw(epochs, rows)
-        inputs = self.encoded.sources.lengths[sources]
-        outputs = np.zeros_like(inputs) if targets is None else self.encoded.targets.lengths[targets]
+        inputs = self.encoded.sources.lengths[self._draw("source", self.encoded.sources, epochs, rows)]
+        outputs = np.zeros_like(inputs)
+        if (targets := self.encoded.targets) is not None:
+            outputs = targets.lengths[self._draw("target", targets, epochs, rows)]
         if self.kind == "decoder":
             inputs, outputs = inputs + outputs, np.zeros_like(inputs)
         return np.stack([inputs, outputs])
 
     def batch(self, epochs: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Make a batch of the given examples, padded to the longest of them.
+        """Make a batch of the given rows, padded to the longest of them.
 
         Returns:
             The model's inputs by name, int64[n, width] each. Exceptions are `labels` of an encoder (int64[n],
-            float32[n] or float32[n, num_labels]) and `example`, the numbers of the examples int64[n].
+            float32[n] or float32[n, num_labels]; with one more dimension if packed) and `example`, the numbers of the
+            examples int64[n], which packed rows lack.
         """
-        sources, targets = self.draw(epochs, rows)
-        if self.kind == "decoder":
-            batch = self._decoder_rows(sources, targets)
+        counts, examples = self.members.lengths[rows], self.members.flat(rows)
+        epochs, encoded = np.repeat(epochs, counts), self.encoded
+        sources = self._draw("source", encoded.sources, epochs, examples)
+        if encoded.targets is None:
+            batch = self._inputs(counts, sources)
+            labels = encoded.labels[examples]
+            if self.packed:
+                most = int(self.members.lengths.max())
+                labels = self._segments(counts, np.ones_like(sources), 0).by_segment(labels, most, IGNORED_LABEL)
+            batch["labels"] = labels
         else:
-            inputs = self.encoded.sources
-            width = self.width(inputs.lengths[sources], 0)
-            ids, real = inputs.padded(sources, width, self.pad_id)
-            batch = {"input_ids": ids, "attention_mask": real.astype(np.int64)}
-            if self.encoded.types is not None:
-                batch["token_type_ids"] = self.encoded.types.padded(sources, width, 0)[0]
-            if targets is None:
-                batch["labels"] = self.encoded.labels[rows]
+            targets = self._draw("target", encoded.targets, epochs, examples)
+            if self.kind == "decoder":
+                batch = self._decoder_rows(counts, sources, targets)
             else:
-                width = self.width(self.encoded.targets.lengths[targets], 1)
-                batch["labels"] = self.encoded.targets.padded(targets, width, IGNORED_LABEL)[0]
-        return {**batch, "example": rows}
+                batch = self._inputs(counts, sources)
+                segments = self._segments(counts, encoded.targets.lengths[targets], 1)
+                batch["labels"] = segments.filled(encoded.targets.flat(targets), IGNORED_LABEL)
+                if self.packed:
+                    batch["decoder_segment_ids"] = segments.ids()
+        return batch if self.packed else {**batch, "example": examples}
 
-    def width(self, lengths: np.ndarray, side: int) -> int:
-        """Return the width of a batch: the longest row, rounded up to `multiple` within the limit of the side.
-
-        Inputs are side 0, targets side 1.
-        """
-        longest = max(int(lengths.max()), 1)  # 0: no example has a target
-        return min(-(-longest // self.multiple) * self.multiple, max(self.limits[side], longest))
-
-    def _decoder_rows(self, sources: np.ndarray, targets: np.ndarray) -> dict[str, np.ndarray]:
-        prompts, answers = self.encoded.sources, self.encoded.targets
-        before = prompts.lengths[sources][:, None]
-        total = before + answers.lengths[targets][:, None]
-        columns = np.arange(self.width(total, 0))
-        is_prompt, real = columns < before, columns < total
-        ids = np.full(real.shape, self.pad_id, np.int64)
-        labels = np.full(real.shape, IGNORED_LABEL, np.int64)
-        ids[is_prompt] = prompts.flat(sources)
-        ids[real & ~is_prompt] = labels[real & ~is_prompt] = answers.flat(targets)
-        batch: dict[str, Any] = {"input_ids": ids, "attention_mask": real.astype(np.int64), "labels": labels}
-        if self.with_prompts:
-            prompt, mask = prompts.padded(sources, int(before.max()), self.pad_id, left=True)
-            batch |= {"prompt_ids": prompt, "prompt_mask": mask.astype(np.int64)}
+    def _inputs(self, counts: np.ndarray, sources: np.ndarray) -> dict[str, np.ndarray]:
+        """The inputs of an encoder."""
+        texts, types = self.encoded.sources, self.encoded.types
+        segments = self._segments(counts, texts.lengths[sources], 0)
+        ids = segments.ids()
+        batch = {
+            "input_ids": segments.filled(texts.flat(sources), self.pad_id),
+            "attention_mask": (ids > 0).astype(np.int64),
+        }
+        if self.packed:
+            batch["segment_ids"] = ids
+        if types is not None:
+            batch["token_type_ids"] = segments.filled(types.flat(sources), 0)
         return batch
+
+    def _decoder_rows(self, counts: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> dict[str, np.ndarray]:
+        prompts, answers = self.encoded.sources, self.encoded.targets
+        lengths = np.stack([prompts.lengths[sources], answers.lengths[targets]], axis=1)
+        segments = self._segments(counts, lengths.sum(axis=1), 0)
+        is_answer = np.repeat(np.tile([False, True], len(lengths)), lengths.ravel())
+        ids = np.empty(len(is_answer), np.int64)
+        ids[~is_answer], ids[is_answer] = prompts.flat(sources), answers.flat(targets)
+        batch = {
+            "input_ids": segments.filled(ids, self.pad_id),
+            "labels": segments.filled(np.where(is_answer, ids, IGNORED_LABEL), IGNORED_LABEL),
+        }
+        if self.packed:
+            return {**batch, "position_ids": segments.positions()}
+        batch["attention_mask"] = (segments.ids() > 0).astype(np.int64)
+        if self.with_prompts:
+            batch["prompt_ids"], mask = prompts.padded_left(sources, self.pad_id)
+            batch["prompt_mask"] = mask.astype(np.int64)
+        return batch
+
+    def _segments(self, counts: np.ndarray, lengths: np.ndarray, side: int) -> Segments:
+        """Segments of rows that are as wide as the widest, rounded up within the limit of the side (1: targets)."""
+        longest = max(int(np.add.reduceat(lengths, np.cumsum(counts) - counts).max()), 1)  # 0: no target at all
+        if self.packed and self.kind == "decoder":
+            longest = self._widest  # of all rows, whatever rows a worker makes at the same time
+        width = min(-(-longest // self.multiple) * self.multiple, max(self.limits[side], longest))
+        return Segments(counts, lengths, width)

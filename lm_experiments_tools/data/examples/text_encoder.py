@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 
-from lm_experiments_tools.data.examples.ragged import RaggedBuilder
 from lm_experiments_tools.data.text.records import RejectedRecords, records
 from lm_experiments_tools.data.text.tokenizer import warn_of_unknown
 from lm_experiments_tools.errors import UserError
@@ -64,19 +63,18 @@ def tokenize_text(inputs: Sequence[str], tokenizer: Any, bad: RejectedRecords) -
     Raises UserError: there is no text.
     """
     end = end_id(tokenizer)
-    builder = RaggedBuilder()
+    tokens = [np.empty(0, np.int32)]
     documents, unknown = records(inputs, "text", bad), TokenCounts(tokenizer)
     while some := [document.value for document in islice(documents, _AT_ONCE)]:
         ids = tokenizer(some, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-        builder.extend([[*row, end] for row in ids])
+        tokens.append(np.fromiter(chain.from_iterable([*row, end] for row in ids), np.int32))
         unknown.add(ids)
     if bad.count > 1:
         logger.warning("%s", bad)
     unknown.warn_of_unknown(", ".join(inputs))
-    tokens = builder.build().values
-    if not len(tokens):
+    if len(tokens) == 1:
         raise UserError(f"there is no text in {', '.join(inputs)} ({bad.count} bad lines).")
-    return tokens
+    return np.concatenate(tokens)
 
 
 class ExampleEncoder:
