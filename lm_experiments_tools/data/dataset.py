@@ -15,6 +15,7 @@ shuffled, without an arrangement:
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -23,12 +24,12 @@ import numpy as np
 
 from lm_experiments_tools.data.mixture import Mixture
 from lm_experiments_tools.data.order import permute, stream_key
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.data.workers import WorkerEnded, WorkerPool
+from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.files import json_sha256
 
 if TYPE_CHECKING:
-    from lm_experiments_tools.data.arrangement import Buckets, LongestFirst
-    from lm_experiments_tools.data.objectives.mlm import SampleMasking
+    from lm_experiments_tools.data.order import Buckets, LongestFirst
 
 Batch = dict[str, np.ndarray]
 Source = TypeVar("Source")
@@ -97,13 +98,11 @@ class SampleDataset:
         fingerprint: hash of everything that determines the samples.
         samples_per_epoch: samples after which the data begins again; None if unknown.
         order: hash of the order of the rows before noise; None if unknown.
-        masking: masks the tokens of each sample; None for none.
     """
 
     fingerprint: str
     samples_per_epoch: int | None
     order: str | None = None
-    masking: SampleMasking | None = None
 
     def batch(self, samples: np.ndarray) -> Batch:
         """Make a batch of the samples with the given numbers int64[n]: name -> array whose first dimension is n."""
@@ -116,11 +115,9 @@ class SampleDataset:
 class Dataset(SampleDataset):
     """Samples by number, over all epochs: shuffled rows of one or several data sets."""
 
-    def __init__(
-        self, members: Rows | Sequence[Rows], mixture: Mixture | None = None, masking: SampleMasking | None = None
-    ) -> None:
+    def __init__(self, members: Rows | Sequence[Rows], mixture: Mixture | None = None) -> None:
         self.members: list[Rows] = list(members) if isinstance(members, Sequence) else [members]
-        self.mixture, self.masking = mixture, masking
+        self.mixture = mixture
         self.arrangement: Buckets | LongestFirst | None = None
 
     @classmethod
@@ -130,14 +127,13 @@ class Dataset(SampleDataset):
         make: Callable[[Source, int], Rows],
         seed: int,
         mixing: Mapping[str, Any],
-        masking: SampleMasking | None = None,
     ) -> Dataset:
         """Mix the rows of several sources, such as token files. A single one is read alone."""
         if len(sources) == 1:
-            return cls(make(sources[0], seed), masking=masking)
+            return cls(make(sources[0], seed))
         # A seed for each: equal ones would give members of equal size the same order and noise.
         members = [make(source, stream_key(seed, f"member {number}")) for number, source in enumerate(sources)]
-        return cls(members, Mixture([len(member) for member in members], **mixing), masking)
+        return cls(members, Mixture([len(member) for member in members], **mixing))
 
     def arranged(self, arrangement: Buckets | LongestFirst) -> Dataset:
         """Return the same samples in another order, such as one by length."""
@@ -156,8 +152,6 @@ class Dataset(SampleDataset):
     @property
     def fingerprint(self) -> str:
         found = self._digest([member.fingerprint for member in self.members])
-        if self.masking is not None:
-            found = json_sha256([found, self.masking.settings()])
         return found if self.arrangement is None else f"{found}/{self.arrangement.name}"
 
     @property
@@ -172,8 +166,6 @@ class Dataset(SampleDataset):
         """Describe the data, its mixture and its order, for the log."""
         described = [member.describe() for member in self.members]
         found = described[0] if self.mixture is None else self.mixture.describe(described)
-        if self.masking is not None:
-            found = f"{self.masking.describe()}; {found}"
         return found if self.arrangement is None else f"{found}; {self.arrangement.describe()}"
 
     def batch(self, samples: np.ndarray) -> Batch:
@@ -183,8 +175,7 @@ class Dataset(SampleDataset):
         """
         found = self._rows_of(self._arranged(samples))
         parts = ((here, member.batch(epochs, rows)) for here, member, epochs, rows in found)
-        batch = joined(parts, len(samples), "data of the mixture")
-        return batch if self.masking is None else self.masking(batch, samples)
+        return joined(parts, len(samples), "data of the mixture")
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
         """Return the numbers of input and target tokens, int64[2, n], of samples counted without an arrangement."""
@@ -207,3 +198,39 @@ class Dataset(SampleDataset):
             here, member = np.flatnonzero(members == number), self.members[number]
             epochs, indices = np.divmod(samples[here], len(member))
             yield here, member, epochs, permute(indices, len(member), member.seed, epochs)
+
+
+class ParallelDataset(Dataset):
+    """A dataset whose batches are made by worker processes, each of which makes some of the samples."""
+
+    def __init__(self, dataset: Dataset, num_workers: int) -> None:
+        super().__init__(dataset.members, dataset.mixture)
+        self.num_workers = num_workers
+        try:
+            pickle.dumps(dataset)
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            raise UserError(f"--data_n_workers: the objective cannot be sent to processes ({error}).") from None
+        self._pool = WorkerPool(prepare, dataset, num_workers)
+
+    def batch(self, samples: np.ndarray) -> Batch:
+        return joined(self._parts("batch", self._arranged(samples)), len(samples), "examples of --task")
+
+    def lengths(self, samples: np.ndarray) -> np.ndarray:
+        return np.concatenate([lengths for _, lengths in self._parts("lengths", samples)], axis=1)
+
+    def _parts(self, method: str, samples: np.ndarray) -> list[tuple[np.ndarray, Any]]:
+        """Indices of some samples and a worker's answer for them. Raises RunError if a worker has died."""
+        places = np.array_split(np.arange(len(samples)), min(self.num_workers, len(samples)))
+        futures = [self._pool.submit((method, samples[here])) for here in places]
+        try:
+            return [(here, future.result()) for here, future in zip(places, futures, strict=True)]
+        except WorkerEnded as end:
+            raise RunError(f"a process that makes examples (--data_n_workers) {end}") from None
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+def prepare(dataset: Dataset) -> Callable[[tuple[str, np.ndarray]], Batch | np.ndarray]:
+    """Return the function by which a worker process answers (name of a method, samples)."""
+    return lambda request: getattr(dataset, request[0])(request[1])

@@ -15,7 +15,7 @@ from lm_experiments_tools.config.bert import SENTENCES
 from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
 from lm_experiments_tools.data.objectives.document_rows import DocumentRows
-from lm_experiments_tools.data.objectives.mlm import Blocks, MaskedLM, SampleMasking
+from lm_experiments_tools.data.objectives.mlm import MaskedLM
 from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.objectives.token_rows import TokenRows
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, read_at_random, token_prefix
@@ -224,37 +224,28 @@ def document_datasets(
     vocabulary = TokenIds(
         tokenizer.size, tokenizer.pad_id, mask_id=tokenizer.mask_id, special_ids=tokenizer.control_ids
     )
-    length = {"input_length": args.input_seq_len, "model_kind": "encoder"}
-    blocks = Blocks.create(vocabulary, **length)
     starts_word = tokenizer.starts_word if args.whole_word else None
 
-    def masking(probability: float) -> SampleMasking:
-        options = {"mlm_probability": probability, "replace": args.mask_replace, "starts_word": starts_word}
-        return SampleMasking(MaskedLM.create(vocabulary, **length, **options), args.seed)
-
-    def rows(tokens: IndexedDataset, seed: int) -> DocumentRows | TokenRows:
+    def rows(tokens: IndexedDataset, seed: int, probability: float = args.mlm_prob) -> DocumentRows | TokenRows:
+        objective = MaskedLM.create(
+            vocabulary, args.input_seq_len, model_kind="encoder",
+            mlm_probability=probability, replace=args.mask_replace, starts_word=starts_word,
+        )  # fmt: skip
         if args.packing == "stream":
-            return TokenRows(tokens, blocks, seed)
+            return TokenRows(tokens, objective, seed)
         has_end = bool(tokens.meta.get("append_eos") or tokens.meta.get("append_eod"))
         return DocumentRows(
-            tokens, args.input_seq_len, cls_id=tokenizer.cls_id, sep_id=tokenizer.sep_id, has_end=has_end, seed=seed,
+            tokens, objective, cls_id=tokenizer.cls_id, sep_id=tokenizer.sep_id, has_end=has_end, seed=seed,
             packed=args.packing == "documents", min_length=args.min_document_length,
-            pad_id=tokenizer.pad_id, vocab_size=tokenizer.size,
         )  # fmt: skip
 
     train = valid = None
     if not args.validate_only:
         tokens = open_training(args.data_path, open_tokens)
-        train = Dataset.mixed(
-            args.data_path,
-            lambda path, seed: rows(tokens[path], seed),
-            args.seed,
-            args.mixing(),
-            masking(args.mlm_prob),
-        )
+        train = Dataset.mixed(args.data_path, lambda path, seed: rows(tokens[path], seed), args.seed, args.mixing())
     if args.valid_data_path is not None:
-        masks = masking(args.valid_mlm_prob or args.mlm_prob)
-        valid = Dataset(rows(open_tokens(args.valid_data_path), args.seed), masking=masks)
+        tokens_of_validation = open_tokens(args.valid_data_path)
+        valid = Dataset(rows(tokens_of_validation, args.seed, args.valid_mlm_prob or args.mlm_prob))
     return train, valid
 
 

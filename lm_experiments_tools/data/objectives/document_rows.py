@@ -21,15 +21,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lm_experiments_tools.data.objectives.token_rows import CHECKED_AT_START, check_ids
-from lm_experiments_tools.data.order import draw_integers, permute, stream_key
+from lm_experiments_tools.data.order import draw_integers, permute, row_generators, stream_key
 from lm_experiments_tools.data.packing import Patterns, Segments, pack_counts
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import json_sha256
 
 if TYPE_CHECKING:
+    from lm_experiments_tools.data.objectives.mlm import MaskedLM
     from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 
-_VERSION = 1  # of the mapping (seed, sample) -> row; part of the fingerprint
+_VERSION = 2  # of the mapping (seed, epoch, row) -> example; part of the fingerprint
 
 
 class DocumentRows:
@@ -37,6 +38,7 @@ class DocumentRows:
 
     Args:
         tokens: token file; the sequences of a document (such as its sentences) are read as one text.
+        objective: masks the rows, which have its `input_length` tokens.
         min_length: shorter documents are dropped, in tokens.
         has_end: True if documents end with an EOS token, which is then dropped.
 
@@ -45,28 +47,30 @@ class DocumentRows:
     """
 
     def __init__(
-        self, tokens: IndexedDataset, width: int, *, cls_id: int, sep_id: int, pad_id: int, vocab_size: int,
+        self, tokens: IndexedDataset, objective: MaskedLM, *, cls_id: int, sep_id: int,
         packed: bool = True, min_length: int = 1, has_end: bool = False, seed: int = 0,
     ) -> None:  # fmt: skip
-        self.tokens, self.width, self.vocab_size, self.packed, self.seed = tokens, width, vocab_size, packed, seed
-        self.cls_id, self.sep_id, self.pad_id = cls_id, sep_id, pad_id
-        settings = [_VERSION, tokens.fingerprint, seed, width, cls_id, sep_id, pad_id, packed, min_length, has_end]
-        self.fingerprint = self.order = json_sha256(settings)
+        self.tokens, self.objective, self.width = tokens, objective, objective.input_length
+        self.cls_id, self.sep_id, self.pad_id = cls_id, sep_id, objective.vocabulary.pad_id
+        self.packed, self.seed, self.vocab_size = packed, seed, objective.vocabulary.size
+        settings = [tokens.fingerprint, seed, self.width, cls_id, sep_id, self.pad_id, packed, min_length, has_end]
+        self.order = json_sha256([_VERSION, *settings])
+        self.fingerprint = json_sha256([self.order, objective.settings()])
         begins, lengths = self._chunks(max(1, min_length), has_end)
-        check_ids(np.asarray(tokens.tokens[:CHECKED_AT_START]), vocab_size)
+        check_ids(np.asarray(tokens.tokens[:CHECKED_AT_START]), self.vocab_size)
         shuffled = permute(np.arange(len(lengths)), len(lengths), seed, np.zeros(len(lengths), np.int64))
         order = shuffled[np.argsort(lengths[shuffled], kind="stable")]
         self._begins = begins[order]  # of chunks by length, those of one length in random order
-        self._of_length = np.bincount(lengths, minlength=width + 1)
+        self._of_length = np.bincount(lengths, minlength=self.width + 1)
         self._first_of_length = np.cumsum(self._of_length) - self._of_length
         used = np.flatnonzero(self._of_length)
         alone = Patterns(used, np.ones_like(used), self._of_length[used])
-        self._patterns = pack_counts(self._of_length, width) if packed else alone
+        self._patterns = pack_counts(self._of_length, self.width) if packed else alone
         self._row_ends = np.cumsum(self._patterns.counts)
         self._first_place = np.cumsum(self._patterns.sizes) - self._patterns.sizes
         self._first_chunk = self._chunks_of_places()
-        self.fill = int(lengths.sum()) / (len(self) * width)  # the fraction of positions that are not padding
-        self._rotation_key = stream_key(seed, "rotation")
+        self.fill = int(lengths.sum()) / (len(self) * self.width)  # the fraction of positions that are not padding
+        self._rotation_key, self._noise_key = stream_key(seed, "rotation"), stream_key(seed, "noise")
 
     def _chunks(self, min_length: int, has_end: bool) -> tuple[np.ndarray, np.ndarray]:
         """Begin in the token file, and length with [CLS] and [SEP], of all chunks, int64[n] each."""
@@ -100,16 +104,16 @@ class DocumentRows:
     def describe(self) -> str:
         kind = "packed rows" if self.packed else "rows of one document"
         return (
-            f"{len(self):,} {kind} of {self.width} tokens, {self.fill:.1%} full, of {self._documents}; "
+            f"{self.objective.describe()}; {len(self):,} {kind}, {self.fill:.1%} full, of {self._documents}; "
             f"{self.tokens.num_tokens:,} tokens"
         )
 
     def batch(self, epochs: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the rows int64[n] in epochs int64[n], without labels.
+        """Return the rows int64[n] in epochs int64[n], masked.
 
         Returns:
-            int64[n, width]: `input_ids`, `attention_mask` and, if packed, `segment_ids` (1, 2, ... for the documents
-            of a row; 0 for padding).
+            int64[n, width]: `input_ids`, `labels`, `attention_mask` and, if packed, `segment_ids` (1, 2, ... for the
+            documents of a row; 0 for padding).
 
         Raises:
             UserError: a token id is outside the vocabulary.
@@ -122,7 +126,9 @@ class DocumentRows:
         ids = np.full(len(segments.cells), self.sep_id, np.int64)
         ids[is_text], ids[segments.cu_seqlens[:-1]] = text, self.cls_id
         numbers = segments.ids()
-        batch = {"input_ids": segments.filled(ids, self.pad_id), "attention_mask": (numbers > 0).astype(np.int64)}
+        rngs = row_generators(self._noise_key, epochs, rows)
+        batch = self.objective.examples(segments.filled(ids, self.pad_id), rngs)
+        batch["attention_mask"] = (numbers > 0).astype(np.int64)
         return {**batch, "segment_ids": numbers} if self.packed else batch
 
     def _chunks_of(self, epochs: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

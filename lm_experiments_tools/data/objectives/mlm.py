@@ -25,14 +25,13 @@ import numpy as np
 from numpy.random import Generator
 
 from lm_experiments_tools.data.objectives.objective import Objective
-from lm_experiments_tools.data.order import row_generators, stream_key
 from lm_experiments_tools.labels import IGNORED_LABEL
-
-_VERSION = 3  # of the mapping (seed, sample, row) -> masked row; part of the fingerprint
 
 
 class MaskedLM(Objective):
-    """Masked LM in blocks of `input_length` tokens, without [CLS] and [SEP]. Special tokens are never masked.
+    """Masked LM in rows of `input_length` tokens: of the token stream, or of documents (`DocumentRows`).
+
+    Special tokens are never masked.
 
     Args:
         replace: fractions of the chosen tokens that become the mask token, become a random token, or stay unchanged.
@@ -82,44 +81,12 @@ class MaskedLM(Objective):
         return np.where(starts, random, np.where(is_chosen, random * self.probability, 1.0))
 
     def describe(self) -> str:
-        return f"masked LM, {self.probability:g} of the tokens, blocks of {self.row_length} tokens"
+        unit = "tokens" if self.starts_word is None else "words"
+        parts = "/".join(f"{100 * part:g}" for part in self.replace)
+        shares = f"{self.probability:g} of the {unit}, mask/random/keep {parts}"
+        return f"masked LM, {shares}, rows of {self.row_length} tokens"
 
     def settings(self) -> dict[str, Any]:
         words = None if self.starts_word is None else np.flatnonzero(self.starts_word).tolist()
         options = {"mlm_probability": self.probability, "replace": list(self.replace), "starts_word": words}
         return {**super().settings(), "options": options}
-
-
-class Blocks(Objective):
-    """Blocks of `input_length` tokens without labels, which `SampleMasking` masks."""
-
-    def examples(self, rows: np.ndarray, rngs: Iterator[Generator]) -> dict[str, np.ndarray]:
-        return {"input_ids": rows}
-
-    def describe(self) -> str:
-        return f"blocks of {self.row_length} tokens"
-
-
-class SampleMasking:
-    """Masks the tokens of each sample of a `Dataset`, for encoders such as BERT.
-
-    The mask depends only on (seed, sample number), not on what the rows are made of.
-    """
-
-    def __init__(self, objective: MaskedLM, seed: int = 0) -> None:
-        self.objective, self.seed = objective, seed
-        self._noise_key = stream_key(seed, "masks")
-
-    def describe(self) -> str:
-        unit = "tokens" if self.objective.starts_word is None else "words"
-        parts = "/".join(f"{100 * part:g}" for part in self.objective.replace)
-        return f"masked LM, {self.objective.probability:g} of the {unit}, mask/random/keep {parts}"
-
-    def settings(self) -> list[Any]:
-        """Return everything that determines the masks of a row, as JSON values, for a fingerprint."""
-        return [_VERSION, self.seed, self.objective.settings()]
-
-    def __call__(self, batch: dict[str, np.ndarray], samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the batch of samples int64[n] with masked `input_ids`, and with `labels` int64[n, length]."""
-        generators = row_generators(self._noise_key, np.zeros_like(samples), samples)
-        return {**batch, **self.objective.examples(batch["input_ids"], generators)}

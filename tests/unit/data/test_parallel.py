@@ -5,13 +5,12 @@ import pickle
 import numpy as np
 import pytest
 
-from lm_experiments_tools.data.arrangement import MixedSteps
-from lm_experiments_tools.data.dataset import Dataset
+from lm_experiments_tools.data.dataset import Dataset, ParallelDataset
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.objectives.token_rows import TokenRows, TokensInMemory
 from lm_experiments_tools.data.objectives.ul2 import UL2
-from lm_experiments_tools.data.parallel import ParallelDataset
+from lm_experiments_tools.data.order import MixedSteps
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import RunError, UserError
 from tests.helpers.token_toys import token_data

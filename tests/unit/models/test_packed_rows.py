@@ -7,6 +7,8 @@ import transformers
 
 from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.objectives.document_rows import DocumentRows
+from lm_experiments_tools.data.objectives.mlm import MaskedLM
+from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.packed_rows import prepare
 from tests.helpers.token_toys import token_data
@@ -35,8 +37,10 @@ def rows(tmp_path_factory):
     rng = np.random.default_rng(0)
     documents = [[rng.integers(4, VOCABULARY, length)] for length in rng.integers(1, 60, 40)]
     tokens = token_data(tmp_path_factory.mktemp("rows") / "tokens", documents)
-    data = Dataset(DocumentRows(tokens, WIDTH, cls_id=1, sep_id=2, pad_id=0, vocab_size=VOCABULARY))
-    return {name: torch.from_numpy(values) for name, values in data.batch(np.arange(len(data))).items()}
+    objective = MaskedLM.create(TokenIds(VOCABULARY, mask_id=3), WIDTH, model_kind="encoder", mlm_probability=0.0)
+    data = Dataset(DocumentRows(tokens, objective, cls_id=1, sep_id=2))
+    batch = data.batch(np.arange(len(data)))
+    return {name: torch.from_numpy(values) for name, values in batch.items() if name != "labels"}
 
 
 def logits(model, **inputs):

@@ -5,6 +5,8 @@ import pytest
 
 from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.objectives.document_rows import DocumentRows
+from lm_experiments_tools.data.objectives.mlm import MaskedLM
+from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.packing import pack_counts
 from lm_experiments_tools.errors import UserError
 from tests.helpers.token_toys import token_data
@@ -18,10 +20,15 @@ def made_up(count: int, longest: int = 90, seed: int = 0) -> list[np.ndarray]:
     return np.split(np.arange(10, 10 + lengths.sum()), np.cumsum(lengths)[:-1])
 
 
+def objective_of(width=32, vocab_size=100_000, mlm_probability=0.0):
+    ids = TokenIds(vocab_size, PAD, mask_id=3)
+    return MaskedLM.create(ids, width, model_kind="encoder", mlm_probability=mlm_probability)
+
+
 def rows_of(tmp_path, documents, width=32, **options):
+    """Rows in which no token is masked."""
     tokens = token_data(tmp_path / "tokens", [[document] for document in documents], dtype=np.int32)
-    ids = {"cls_id": CLS, "sep_id": SEP, "pad_id": PAD, "vocab_size": 100_000}
-    return DocumentRows(tokens, width, **ids, **options)
+    return DocumentRows(tokens, objective_of(width), cls_id=CLS, sep_id=SEP, **options)
 
 
 def chunks_of(batch):
@@ -109,4 +116,4 @@ def test_documents_that_are_too_short_and_ids_of_another_vocabulary_are_refused(
         rows_of(tmp_path, made_up(5), min_length=100)
     rows = rows_of(tmp_path, made_up(5))
     with pytest.raises(UserError, match="tokenized with another vocabulary"):
-        DocumentRows(rows.tokens, 32, cls_id=1, sep_id=2, pad_id=0, vocab_size=20)
+        DocumentRows(rows.tokens, objective_of(vocab_size=20), cls_id=CLS, sep_id=SEP)

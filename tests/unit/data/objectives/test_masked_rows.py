@@ -11,9 +11,10 @@ from transformers import BertTokenizerFast, DataCollatorForLanguageModeling
 from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.mixture import Mixture
 from lm_experiments_tools.data.objectives.document_rows import DocumentRows
-from lm_experiments_tools.data.objectives.mlm import Blocks, MaskedLM, SampleMasking
+from lm_experiments_tools.data.objectives.mlm import MaskedLM
 from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.objectives.token_rows import TokenRows
+from lm_experiments_tools.data.order import row_generators
 from megatron.tokenizers import build_tokenizer
 from tests.helpers.bert_toys import documents
 from tests.helpers.token_toys import token_data
@@ -28,25 +29,25 @@ def within(found: int, number: int, probability: float) -> bool:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """(transformers' tokenizer, ours, pages, rows of them)."""
+    """(transformers' tokenizer, ours, pages, token file of them)."""
     folder, pages = tmp_path_factory.mktemp("text"), [". ".join(page) for page in documents()]
     wordpiece = tokenizers.BertWordPieceTokenizer(lowercase=True)
     wordpiece.train_from_iterator(pages, vocab_size=600, show_progress=False)
     wordpiece.save_model(str(folder))
     ours = build_tokenizer("BertWordPieceLowerCase", vocab_file=folder / "vocab.txt")
     tokens = token_data(folder / "tokens", [[ids] for ids in ours.encode_batch(pages)])
-    ids = {"cls_id": ours.cls_id, "sep_id": ours.sep_id, "pad_id": ours.pad_id, "vocab_size": ours.size}
-    return BertTokenizerFast(str(folder / "vocab.txt")), ours, pages, DocumentRows(tokens, WIDTH, **ids)
+    return BertTokenizerFast(str(folder / "vocab.txt")), ours, pages, tokens
 
 
-def masked(text, members=None, **options):
-    ours = text[1]
+def objective_of(ours, **options):
     ids = TokenIds(ours.size, ours.pad_id, mask_id=ours.mask_id, special_ids=ours.special_ids)
-    seed = options.pop("seed", 0)
-    masking = SampleMasking(MaskedLM.create(ids, WIDTH, model_kind="encoder", **options), seed)
-    members = [text[3]] if members is None else members
-    mixture = Mixture([len(member) for member in members]) if len(members) > 1 else None
-    return Dataset(members, mixture, masking)
+    return MaskedLM.create(ids, WIDTH, model_kind="encoder", **options)
+
+
+def masked(text, seed=0, packed=True, **options):
+    _, ours, _, tokens = text
+    ids = {"cls_id": ours.cls_id, "sep_id": ours.sep_id}
+    return DocumentRows(tokens, objective_of(ours, **options), **ids, packed=packed, seed=seed)
 
 
 def unmasked(batch):
@@ -57,11 +58,10 @@ def unmasked(batch):
 @pytest.mark.parametrize("probability", [0.15, 0.4])
 def test_masks_are_distributed_as_those_of_transformers_on_the_same_rows(text, probability, replace):
     """Shares of chosen, masked, and changed tokens of both are within the bounds of the same binomials."""
-    theirs, ours, _, rows = text
-    numbers = np.arange(len(rows))
+    theirs, ours, _, _ = text
+    numbers = np.arange(len(masked(text)))
     batch, original = (
-        masked(text, mlm_probability=probability, replace=replace).batch(numbers),
-        Dataset(rows).batch(numbers),
+        Dataset(masked(text, mlm_probability=chosen, replace=replace)).batch(numbers) for chosen in (probability, 0.0)
     )
     assert (unmasked(batch) == original["input_ids"]).all(), "labels are the tokens that were there"
     assert all((batch[name] == original[name]).all() for name in ("segment_ids", "attention_mask"))
@@ -95,8 +95,11 @@ def test_words_are_chosen_whole_where_transformers_says_they_are(text):
     )
 
     rounds = 40
-    masking = masked(text, mlm_probability=0.3, starts_word=ours.starts_word).masking
-    labels = masking({"input_ids": np.tile(ids, (rounds, 1))}, np.arange(rounds * len(ids)))
+    objective, numbers = (
+        objective_of(ours, mlm_probability=0.3, starts_word=ours.starts_word),
+        np.arange(rounds * len(ids)),
+    )
+    labels = objective.examples(np.tile(ids, (rounds, 1)), row_generators(7, np.zeros_like(numbers), numbers))
     chosen = (labels["labels"] != -100).reshape(rounds, *ids.shape)
     in_words = [word_ids[row] == word for row in range(len(ids)) for word in range(1, word_ids[row].max() + 1)]
     owners = [row for row in range(len(ids)) for _ in range(word_ids[row].max())]
@@ -111,27 +114,18 @@ def test_words_are_chosen_whole_where_transformers_says_they_are(text):
     )
 
 
-def test_masks_are_a_function_of_the_sample_number_in_mixtures_too(text):
-    _, ours, _, rows = text
-    objective = Blocks.create(TokenIds(ours.size, ours.pad_id), WIDTH, model_kind="encoder")
-    blocks = TokenRows(rows.tokens, objective, seed=3)
-    others = DocumentRows(
-        rows.tokens,
-        WIDTH,
-        cls_id=ours.cls_id,
-        sep_id=ours.sep_id,
-        pad_id=ours.pad_id,
-        vocab_size=ours.size,
-        packed=False,
-    )
-    for inner in ([rows], [blocks], [blocks, others]):
-        dataset = masked(text, inner, mlm_probability=0.3)
+def test_masks_are_a_function_of_epoch_and_row_in_mixtures_too(text):
+    _, ours, _, tokens = text
+    rows, others = masked(text, mlm_probability=0.3), masked(text, packed=False, mlm_probability=0.3)
+    blocks = TokenRows(tokens, objective_of(ours, mlm_probability=0.3), seed=3)
+    for members in ([rows], [blocks], [blocks, others]):
+        dataset = Dataset(members, Mixture(list(map(len, members))) if len(members) > 1 else None)
         whole = dataset.batch(np.arange(600))
         for part in (np.arange(599, -1, -7), np.array([3, 599, 3])):
             assert all((values == whole[name][part]).all() for name, values in dataset.batch(part).items())
-        assert dataset.order is not None and (len(inner) > 1 or dataset.order == inner[0].order)
+        assert dataset.order is not None and (len(members) > 1 or dataset.order == members[0].order)
     epoch = len(rows)
-    again = masked(text).batch(np.concatenate([np.arange(epoch), np.arange(epoch) + epoch]))
+    again = Dataset(masked(text)).batch(np.concatenate([np.arange(epoch), np.arange(epoch) + epoch]))
     masks = {(tuple(row), tuple(label >= 0)) for row, label in zip(unmasked(again), again["labels"], strict=True)}
     assert len(masks) == 2 * epoch, "each epoch has masks of its own"
 
@@ -142,6 +136,6 @@ def test_settings_of_masks_change_the_fingerprint_and_not_the_order(text):
         {}, {"mlm_probability": 0.2}, {"replace": (1.0, 0.0, 0.0)},
         {"starts_word": starts}, {"seed": 1},
     ]  # fmt: skip
-    datasets = [masked(text, **options) for options in variants]
+    datasets = [Dataset(masked(text, **options)) for options in variants]
     assert len({dataset.fingerprint for dataset in datasets}) == len(variants)
-    assert len({dataset.order for dataset in datasets}) == 1
+    assert len({dataset.order for dataset in datasets}) == 2, "one for each seed"
