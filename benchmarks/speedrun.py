@@ -43,7 +43,7 @@ from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.models.build import load_model_config
 from lm_experiments_tools.models.from_args import model_from_args, model_source, optimizer_from_args
 from lm_experiments_tools.models.speed import choose_speed
-from lm_experiments_tools.recipes import t5
+from lm_experiments_tools.recipes import t5_data
 from lm_experiments_tools.recipes.t5_sources import T5Sources
 from lm_experiments_tools.training.losses import MODEL_LOSS, with_bytes
 from lm_experiments_tools.training.trainer import TrainingLoop
@@ -100,7 +100,7 @@ def opened(args: T5PretrainingArgs, weights: dict[str, torch.Tensor] | None = No
     """Our loop as run_t5_pretraining.py makes it, optionally with weights, and its data."""
     backend = get_backend(args)
     source = model_source(args, backend)
-    data = t5.pretraining_data(args, backend, T5Sources(args), source.kind)
+    data = t5_data.pretraining_data(args, backend, T5Sources(args), source.kind)
     model = model_from_args(args, source, data.vocabulary.size)
     if weights is not None:
         model.load_state_dict(weights, strict=False)  # tied embeddings have one name in some

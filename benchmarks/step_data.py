@@ -84,7 +84,7 @@ def text_lengths(shape: Shape) -> np.ndarray:
 
 
 def _batches_of_texts(shape: Shape, draw: object, sorted_by_length: bool) -> Iterator[dict[str, Tensor]]:
-    from lm_experiments_tools.data.arrangement import Buckets
+    from lm_experiments_tools.data.order import Buckets
 
     lengths = _Lengths(text_lengths(shape))
     buckets = Buckets(lengths.lengths, len(lengths), shape.rows, 0, TARGET_STEP, SORTED_ROWS)

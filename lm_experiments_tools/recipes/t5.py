@@ -11,29 +11,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lm_experiments_tools.backends.collective import on_all
-from lm_experiments_tools.data.arrangement import LongestFirst, MixedSteps
-from lm_experiments_tools.data.dataset import Dataset
-from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
-from lm_experiments_tools.data.objectives.objective import Objective, build_objective
-from lm_experiments_tools.data.objectives.token_rows import TokenRows
-from lm_experiments_tools.data.parallel import ParallelDataset
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, read_at_random
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.models.build import check_positions, check_vocabulary
 from lm_experiments_tools.modules.inspection import evaluated, forward_names
-from lm_experiments_tools.recipes.common import PretrainingData, distilled_loss, labels_alone, save_tokenizer
+from lm_experiments_tools.recipes.common import PretrainingData, distilled_loss, labels_alone
 from lm_experiments_tools.recipes.recipe import Pretraining
 from lm_experiments_tools.recipes.report import continued, unmasked, write_report, written
+from lm_experiments_tools.recipes.t5_data import build_objective, pretraining_data
 from lm_experiments_tools.training.losses import MODEL_LOSS
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from lm_experiments_tools.backends.backend import Backend
-    from lm_experiments_tools.config.objectives import ModelKind
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
-    from lm_experiments_tools.data.text.tokenizer import Tokenizer
     from lm_experiments_tools.models.from_args import ModelSource
     from lm_experiments_tools.recipes.t5_sources import T5Sources
     from lm_experiments_tools.training.phases import Phase
@@ -184,80 +176,3 @@ def check_causality(args: T5PretrainingArgs, model: nn.Module, num_tokens: int =
             f"--task {args.task}: --model_cls {args.model_cls} sees the tokens it is to predict; set is_decoder to "
             "true in its configuration, or choose a class such as transformers:GPT2LMHeadModel."
         )
-
-
-# ---- data -----------------------------------------------------------------------------------------------------------
-def pretraining_data(
-    args: T5PretrainingArgs, backend: Backend, sources: T5Sources, model_kind: ModelKind
-) -> PretrainingData:
-    """Open training and validation data. Raw text is tokenized first, by one worker of each machine.
-
-    Every worker must call this function. Raises UserError.
-    """
-    vocabulary = sources.vocabulary
-    if args.is_registered_task():
-        from lm_experiments_tools.data.seqio.client import check_installed, seqio_data
-
-        on_all(backend, lambda: check_installed(args.task))  # before validation text is tokenized
-    else:
-        on_all(backend, lambda: build_objective(args, vocabulary, model_kind))  # refused before hours of tokenizing
-    if args.task == "mlm" and backend.is_main:
-        logger.warning(
-            "--task mlm has no [CLS] and [SEP], and documents of a row attend to each other; for BERT's rows use "
-            "run_bert_pretraining.py"
-        )
-    tokenizer_dir = save_tokenizer(args, backend, vocabulary.save)  # refused before hours of tokenizing
-    valid: ValidLoader | None = None
-    valid_tokens = None
-    if args.valid_data_path is not None:
-        valid_tokens = on_all(backend, lambda: sources.tokens(args.valid_data_path))
-    train: TrainLoader | None = None
-    if args.validate_only and valid_tokens is not None:
-        described = f"{args.task}, validation only"
-    elif args.is_registered_task():
-        train, valid, described = seqio_data(args, backend, vocabulary)
-    elif args.streaming:
-        from lm_experiments_tools.data.streaming.stream import streaming_data
-
-        train, described = streaming_data(args, backend, vocabulary, model_kind)
-    else:
-        train = on_all(backend, lambda: _train_loader(args, model_kind, backend, sources))
-        described = train.dataset.describe()
-    if valid_tokens is not None and valid is None:
-        valid = on_all(backend, lambda: _valid_loader(args, vocabulary, model_kind, backend, valid_tokens))
-    described = f"{described}, vocabulary {vocabulary.size:,}"
-    return PretrainingData(vocabulary, vocabulary.size, train, valid, tokenizer_dir, described)
-
-
-def _train_loader(args: T5PretrainingArgs, model_kind: ModelKind, backend: Backend, sources: T5Sources) -> TrainLoader:
-    tokens = [sources.tokens(path) for path in args.data_path]
-    read_at_random(tokens)
-    dataset = training_dataset(args, build_objective(args, sources.vocabulary, model_kind), tokens, backend.world_size)
-    return TrainLoader(dataset, args.rows_on_worker(backend.world_size), backend.rank, backend.world_size)
-
-
-def training_dataset(
-    args: T5PretrainingArgs, objective: Objective, tokens: Sequence[IndexedDataset], world_size: int
-) -> Dataset:
-    """Build the dataset of an objective from one or several token files, mixed by `--data_weights`.
-
-    Examples that differ in length are arranged by length within each step.
-    """
-    dataset = Dataset.mixed(tokens, lambda source, seed: TokenRows(source, objective, seed), args.seed, args.mixing())
-    if args.data_n_workers and ":" in args.task:
-        dataset = ParallelDataset(dataset, args.data_n_workers)
-    if not args.objective().varies_in_length:
-        return dataset
-    rows = args.mix_rows or args.global_batch_size(world_size)
-    return dataset.arranged(MixedSteps(dataset.lengths, len(dataset), rows, args.seed))
-
-
-def _valid_loader(
-    args: T5PretrainingArgs, vocabulary: Tokenizer, model_kind: ModelKind, backend: Backend, tokens: IndexedDataset
-) -> ValidLoader:
-    dataset = Dataset(TokenRows(tokens, build_objective(args, vocabulary, model_kind), args.seed))
-    if args.objective().varies_in_length:
-        num_samples = min(len(dataset), args.valid_samples or len(dataset))
-        dataset = dataset.arranged(LongestFirst(dataset.lengths, num_samples))
-    rows = args.rows_on_worker(backend.world_size)
-    return ValidLoader(dataset, rows, backend.rank, backend.world_size, num_samples=args.valid_samples)

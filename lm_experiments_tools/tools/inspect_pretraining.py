@@ -28,7 +28,7 @@ from lm_experiments_tools.recipes.bert import (
     open_documents,
     open_sentences,
 )
-from lm_experiments_tools.recipes.t5 import pretraining_data
+from lm_experiments_tools.recipes.t5_data import pretraining_data
 from lm_experiments_tools.recipes.t5_sources import CACHE, T5Sources
 from lm_experiments_tools.tools.inspect_samples import Rendering, Samples, training_section
 from lm_experiments_tools.tools.inspect_tokens import Facts, TokenSource, open_source, token_facts

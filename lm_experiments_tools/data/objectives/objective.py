@@ -19,13 +19,11 @@ from numpy.random import Generator
 
 from lm_experiments_tools.data.text.tokenizer import MASK_PIECES
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.names import resolve_name
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from lm_experiments_tools.config.objectives import ModelKind
-    from lm_experiments_tools.config.pretraining import T5PretrainingArgs
     from lm_experiments_tools.data.text.tokenizer import Tokenizer
 
 Rows = np.ndarray | Sequence[np.ndarray]
@@ -175,14 +173,3 @@ class Objective:
             )
         made.row_length = int(made.row_length)  # numpy's integers are no JSON
         return made
-
-
-def build_objective(args: T5PretrainingArgs, vocabulary: Tokenizer, model_kind: ModelKind) -> Objective:
-    """Make the objective `--task`, with the flags that it reads as arguments of its class.
-
-    Raises UserError: the objective refuses the settings or the vocabulary.
-    """
-    facts = args.objective()
-    target_length = args.target_seq_len if facts.has_targets else None
-    kind = resolve_name(facts.objective_class, Objective, f"--task {args.task}")
-    return kind.create(vocabulary, args.input_seq_len, target_length, model_kind, **args.options_of_objective())

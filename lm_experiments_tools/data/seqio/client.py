@@ -8,25 +8,17 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.data.dataset import SampleDataset
-from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
 from lm_experiments_tools.data.seqio.job import Job
 from lm_experiments_tools.data.seqio.worker import prepare
-from lm_experiments_tools.data.text.tokenizer import Tokenizer
-from lm_experiments_tools.data.workers import Worker, WorkerEnded, available_cores
+from lm_experiments_tools.data.workers import Worker, WorkerEnded
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
-
-if TYPE_CHECKING:
-    from lm_experiments_tools.backends.backend import Backend
-    from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 
 logger = logging.getLogger(__name__)
 
@@ -36,40 +28,6 @@ _ENVIRONMENT = {  # of the worker: no GPU, and TensorFlow quiet
     "JAX_PLATFORMS": "cpu",  # seqio imports it
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
-
-
-def seqio_data(
-    args: T5PretrainingArgs, backend: Backend, vocabulary: Tokenizer
-) -> tuple[TrainLoader, ValidLoader | None, str]:
-    """Build training and validation data of `--task` with seqio. All ranks (training processes) must call it.
-
-    Returns:
-        Training batches of this rank, validation data of a registered task (or None), and a description for the log.
-
-    Raises:
-        UserError: a package is missing, or the task has no examples.
-    """
-    hosts = backend.gather(socket.gethostname())
-    cores = max(1, available_cores() // hosts.count(hosts[backend.rank]))
-    logs = Path(args.model_path, "logs") if args.model_path else Path(".cache", "seqio")
-    job = Job(
-        task=args.task,
-        vocab_path=vocabulary.recorded_as,
-        inputs_length=args.input_seq_len,
-        targets_length=args.target_seq_len,
-        seed=args.seed,
-        validation=bool(args.needs_validation() or args.valid_samples),
-        valid_samples=args.valid_samples,
-        threads=args.data_n_workers or cores,
-    )
-    worker = on_all(backend, lambda: SeqioWorker(job, logs / f"seqio.rank{backend.rank}.log"))
-    where = args.rows_on_worker(backend.world_size), backend.rank, backend.world_size
-    train = TrainLoader(SeqioExamples(worker, *where[1:], vocabulary.pad_id), *where)
-    valid = None
-    if job.validation:
-        examples = on_all(backend, lambda: ValidationExamples(worker, vocabulary.pad_id))
-        valid = ValidLoader(examples, *where)
-    return train, valid, f"{worker.title}, {job.inputs_length} inputs + {job.targets_length} targets"
 
 
 def check_installed(task: str) -> None:

@@ -25,7 +25,7 @@ import json
 import logging
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from itertools import count, takewhile
 from math import gcd
@@ -34,10 +34,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.data.dataset import Dataset, SampleDataset, joined
-from lm_experiments_tools.data.loader import TrainLoader, in_background
-from lm_experiments_tools.data.objectives.objective import build_objective
+from lm_experiments_tools.data.loader import in_background
 from lm_experiments_tools.data.objectives.token_rows import TokenRows, TokensInMemory
 from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.data.streaming.text import (
@@ -50,17 +48,13 @@ from lm_experiments_tools.data.streaming.text import (
     rejected_path,
 )
 from lm_experiments_tools.data.text.sources import content_of
-from lm_experiments_tools.data.text.tokenizer import Tokenizer, warn_of_unknown
-from lm_experiments_tools.data.tokens.indexed import token_prefix
+from lm_experiments_tools.data.text.tokenizer import warn_of_unknown
 from lm_experiments_tools.data.tokens.tokenize import TextEncoder
 from lm_experiments_tools.data.workers import Worker, WorkerEnded, available_cores
 from lm_experiments_tools.errors import RunError, UserError, os_sentence
 from lm_experiments_tools.files import json_sha256
 
 if TYPE_CHECKING:
-    from lm_experiments_tools.backends.backend import Backend
-    from lm_experiments_tools.config.objectives import ModelKind
-    from lm_experiments_tools.config.pretraining import T5PretrainingArgs
     from lm_experiments_tools.data.objectives.objective import Objective
 
 logger = logging.getLogger(__name__)
@@ -190,6 +184,60 @@ class StreamedDataset(SampleDataset):
         self.streams: dict[int, Stream] = {}
         self._told = False
 
+    @classmethod
+    def start(
+        cls,
+        plan: StreamPlan,
+        encoder: TextEncoder,
+        objective: Objective,
+        settings_of_examples: Mapping[str, Any],
+        *,
+        max_bad_lines: int,
+        num_workers: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> StreamedDataset:
+        """Start the processes of a rank and wait for its first examples, to find most errors here.
+
+        Args:
+            settings_of_examples: settings of the objective, for the fingerprint.
+            num_workers: number of processes; None for at most four.
+        """
+        vocabulary = encoder.vocabulary
+        parts = {
+            "version": _VERSION,
+            "text": content_of(plan.shards),
+            "text_key": encoder.key,
+            "vocabulary": vocabulary.fingerprint,
+            "encode_by": vocabulary.encode_by,
+            "append_eos": encoder.append_eos,
+            "objective": settings_of_examples,
+            "streams": plan.num_streams,
+            "seed": plan.seed,
+        }
+        fingerprint = json_sha256(parts)
+        folder = (CACHE / fingerprint[:16]).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        numbers = streams_of(rank, world_size, plan.num_streams)
+
+        def build(request: ChunkRequest, chunk: Chunk) -> Dataset:
+            if (request.number, request.stream) == (0, numbers[0]):  # the other streams are of the same text
+                num_unknown = np.count_nonzero(chunk.tokens == vocabulary.unk_id)
+                warn_of_unknown(num_unknown, len(chunk.tokens), "the text")
+            seed = stream_key(plan.seed, f"stream {request.stream}, chunk {request.number}")
+            return Dataset(TokenRows(TokensInMemory(chunk.tokens), objective, seed))
+
+        settings = ChunkSettings(plan, str(folder), encoder, max_bad_lines)
+        num_workers = min(num_workers or min(_WORKERS, available_cores()), len(numbers))
+        dataset = cls([Worker(ChunkMaker, settings) for _ in range(num_workers)], settings, build, fingerprint)
+        if unread := [number for number in numbers if not dataset.stream(number).records]:
+            try:
+                dataset.batch(np.array(unread))
+            except (UserError, RunError):
+                dataset.close()
+                raise
+        return dataset
+
     def stream(self, number: int) -> Stream:
         """Return a stream. Those that a rank reads change if a run goes on with another number of workers."""
         if number not in self.streams:
@@ -236,79 +284,7 @@ class StreamedDataset(SampleDataset):
             worker.close()
 
 
-def streaming_data(
-    args: T5PretrainingArgs, backend: Backend, vocabulary: Tokenizer, model_kind: ModelKind
-) -> tuple[TrainLoader, str]:
-    """Build the data loader of `--streaming` and its description for the log.
-
-    All ranks (training processes) must call this function. It reads and tokenizes the first text.
-
-    Raises UserError: an input is missing, unreadable or empty, or the objective refuses the settings.
-    """
-    objective = build_objective(args, vocabulary, model_kind)
-    dataset = on_all(backend, lambda: _open(args, backend, vocabulary, objective))
-    plan = dataset.settings.plan
-    if backend.is_main and plan.num_streams % backend.world_size:
-        logger.warning(
-            "the text can be divided into %d streams of equal size, which %d workers do not divide, so several read "
-            "the same text: tokenize it before (lmtools tokenize), or give more or smaller files, or --streams",
-            plan.num_streams,
-            backend.world_size,
-        )
-    loader = TrainLoader(dataset, args.rows_on_worker(backend.world_size), backend.rank, backend.world_size)
-    described = f"{len(plan.shards)} shards in {plan.num_streams} streams"
-    return loader, f"{objective.describe()}; from a stream: {', '.join(args.data_path)}, {described}"
-
-
 def streams_of(rank: int, world_size: int, num_streams: int) -> range:
     """Return the numbers of the text streams that a rank reads."""
     step = gcd(world_size, num_streams)
     return range(rank % step, num_streams, step)
-
-
-def _open(args: T5PretrainingArgs, backend: Backend, vocabulary: Tokenizer, objective: Objective) -> StreamedDataset:
-    """Start the workers and wait for the first examples, to find most errors here."""
-    for path in args.data_path:
-        if token_prefix(path) is not None:
-            raise UserError(f"--data_path {path} is tokenized already: leave out --streaming, which tokenizes text")
-    plan = StreamPlan.make(args.data_path, args.streams, args.seed, args.document_per_line)
-    numbers = streams_of(backend.rank, backend.world_size, plan.num_streams)
-
-    def build(request: ChunkRequest, chunk: Chunk) -> Dataset:
-        if (request.number, request.stream) == (0, numbers[0]):  # the other streams are of the same text
-            num_unknown = np.count_nonzero(chunk.tokens == vocabulary.unk_id)
-            warn_of_unknown(num_unknown, len(chunk.tokens), "the text")
-        seed = stream_key(args.seed, f"stream {request.stream}, chunk {request.number}")
-        return Dataset(TokenRows(TokensInMemory(chunk.tokens), objective, seed))
-
-    fingerprint = _fingerprint(args, vocabulary, plan)
-    folder = (CACHE / fingerprint[:16]).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    encoder = TextEncoder(vocabulary, args.text_key, args.ends_documents())
-    settings = ChunkSettings(plan, str(folder), encoder, args.max_bad_lines)
-    num_workers = min(args.data_n_workers or min(_WORKERS, available_cores()), len(numbers))
-    workers = [Worker(ChunkMaker, settings) for _ in range(num_workers)]
-    dataset = StreamedDataset(workers, settings, build, fingerprint)
-    if unread := [number for number in numbers if not dataset.stream(number).records]:
-        try:
-            dataset.batch(np.array(unread))
-        except (UserError, RunError):
-            dataset.close()
-            raise
-    return dataset
-
-
-def _fingerprint(args: T5PretrainingArgs, vocabulary: Tokenizer, plan: StreamPlan) -> str:
-    """The fingerprint of data, objective and seed."""
-    parts = {
-        "version": _VERSION,
-        "text": content_of(plan.shards),
-        "text_key": args.text_key,
-        "vocabulary": vocabulary.fingerprint,
-        "encode_by": vocabulary.encode_by,
-        "append_eos": args.ends_documents(),
-        "objective": args.settings_of_examples(),
-        "streams": plan.num_streams,
-        "seed": args.seed,
-    }
-    return json_sha256(parts)

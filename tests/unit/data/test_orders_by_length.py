@@ -5,13 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lm_experiments_tools.data.arrangement import Buckets, MixedSteps
 from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.objectives.prefix_lm import PrefixLM
 from lm_experiments_tools.data.objectives.token_rows import TokenRows
 from lm_experiments_tools.data.objectives.ul2 import UL2
-from lm_experiments_tools.data.order import permute
+from lm_experiments_tools.data.order import Buckets, MixedSteps, permute
 from tests.helpers.padding import padding
 
 IDS = TokenIds(10_000, sentinel_ids=np.arange(9_999, 9_899, -1))

@@ -13,14 +13,13 @@ from lm_experiments_tools.config.cli import parse
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.loader import TrainLoader
-from lm_experiments_tools.data.objectives.objective import build_objective
 from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption, random_spans_lengths
 from lm_experiments_tools.data.objectives.token_rows import TokenRows
 from lm_experiments_tools.data.text import records as text_records
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
-from lm_experiments_tools.recipes.t5 import training_dataset
+from lm_experiments_tools.recipes.t5_data import build_objective, training_dataset
 from lm_experiments_tools.tools.inspect_samples import Rendering, render_ids, render_sample
 from lm_experiments_tools.tools.main import main
 from lm_experiments_tools.training.micro_batches import split_batch

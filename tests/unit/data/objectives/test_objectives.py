@@ -11,21 +11,20 @@ import torch
 
 from lm_experiments_tools.config.objectives import PAPER_DENOISERS
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
-from lm_experiments_tools.data.arrangement import Buckets, LongestFirst
 from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.mixture import Mixture
 from lm_experiments_tools.data.objectives.causal_lm import CausalLM
 from lm_experiments_tools.data.objectives.mlm import MaskedLM
-from lm_experiments_tools.data.objectives.objective import Objective, TokenIds, build_objective
+from lm_experiments_tools.data.objectives.objective import Objective, TokenIds
 from lm_experiments_tools.data.objectives.prefix_lm import PrefixLM
 from lm_experiments_tools.data.objectives.span_corruption import SpanCorruption
 from lm_experiments_tools.data.objectives.token_rows import TokenRows
 from lm_experiments_tools.data.objectives.ul2 import UL2, build_schedule, mode_ids
-from lm_experiments_tools.data.order import epoch_shift, row_generators
+from lm_experiments_tools.data.order import Buckets, LongestFirst, epoch_shift, row_generators
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.recipes.t5 import training_dataset
+from lm_experiments_tools.recipes.t5_data import build_objective, training_dataset
 from tests.helpers.vocabulary_toys import train_vocabulary
 
 SENTINELS = np.arange(9_999, 9_899, -1)

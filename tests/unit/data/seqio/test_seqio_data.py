@@ -22,10 +22,11 @@ from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.seqio import client as module
-from lm_experiments_tools.data.seqio.client import SeqioExamples, SeqioWorker, seqio_data, to_batch
+from lm_experiments_tools.data.seqio.client import SeqioExamples, SeqioWorker, to_batch
 from lm_experiments_tools.data.seqio.job import Job
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.errors import RunError, UserError
+from lm_experiments_tools.recipes.t5_data import seqio_data
 from tests.distributed.launch import environment
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 from tests.unit.data.seqio import fake_worker

@@ -19,12 +19,13 @@ from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.data.objectives.token_rows import TokensInMemory
 from lm_experiments_tools.data.streaming import stream as streaming
 from lm_experiments_tools.data.streaming import text as stream_text
-from lm_experiments_tools.data.streaming.stream import streaming_data, streams_of
+from lm_experiments_tools.data.streaming.stream import streams_of
 from lm_experiments_tools.data.text import records
 from lm_experiments_tools.data.text.records import read_shard
 from lm_experiments_tools.data.text.sentencepiece_tokenizer import SentencePieceTokenizer
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.errors import RunError, UserError
+from lm_experiments_tools.recipes.t5_data import streaming_data
 from lm_experiments_tools.training.batches import BatchStream
 from tests.helpers.token_toys import make_texts, write_jsonl, write_tokens
 
