@@ -6,7 +6,7 @@ a field is its help text. Standard library only.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any, Literal, get_args
 
@@ -231,8 +231,3 @@ class ObjectiveArgs:
         The module's source decides: it is not imported, because it may import TensorFlow.
         """
         return ":" in self.task and not source_imports(self.task.partition(":")[0], OBJECTIVE)
-
-    def settings_of_examples(self) -> dict[str, Any]:
-        """Return the settings that determine the content of an example, by name, for the data's fingerprint."""
-        counted = {"task", "input_seq_len", *self.objective().reads} - _NO_PART_OF_EXAMPLES
-        return {field.name: getattr(self, field.name) for field in fields(ObjectiveArgs) if field.name in counted}

@@ -146,7 +146,6 @@ def streaming_data(
             plan,
             TextEncoder(vocabulary, args.text_key, args.ends_documents()),
             objective,
-            args.settings_of_examples(),
             max_bad_lines=args.max_bad_lines,
             num_workers=args.data_n_workers,
             rank=backend.rank,

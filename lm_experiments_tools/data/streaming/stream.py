@@ -25,7 +25,7 @@ import json
 import logging
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from itertools import count, takewhile
 from math import gcd
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CACHE = Path(".cache") / "streams"  # below the working directory
-_VERSION = 6  # of the mapping (text, settings, seed) -> samples; part of the fingerprint
+_VERSION = 7  # of the mapping (text, settings, seed) -> samples; part of the fingerprint
 _WORKERS = 4  # processes, unless --data_n_workers says otherwise: they wait for the network more than they work
 _PATIENCE = 15.0  # seconds of waiting before a message says what for
 _SECONDS_TO_STOP = 10.0
@@ -190,7 +190,6 @@ class StreamedDataset(SampleDataset):
         plan: StreamPlan,
         encoder: TextEncoder,
         objective: Objective,
-        settings_of_examples: Mapping[str, Any],
         *,
         max_bad_lines: int,
         num_workers: int | None = None,
@@ -200,22 +199,11 @@ class StreamedDataset(SampleDataset):
         """Start the processes of a rank and wait for its first examples, to find most errors here.
 
         Args:
-            settings_of_examples: settings of the objective, for the fingerprint.
             num_workers: number of processes; None for at most four.
         """
         vocabulary = encoder.vocabulary
-        parts = {
-            "version": _VERSION,
-            "text": content_of(plan.shards),
-            "text_key": encoder.key,
-            "vocabulary": vocabulary.fingerprint,
-            "encode_by": vocabulary.encode_by,
-            "append_eos": encoder.append_eos,
-            "objective": settings_of_examples,
-            "streams": plan.num_streams,
-            "seed": plan.seed,
-        }
-        fingerprint = json_sha256(parts)
+        text = [content_of(plan.shards), vocabulary.fingerprint, *encoder.outputs]
+        fingerprint = json_sha256([_VERSION, text, objective.settings(), plan.num_streams, plan.seed])
         folder = (CACHE / fingerprint[:16]).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         numbers = streams_of(rank, world_size, plan.num_streams)
