@@ -19,7 +19,8 @@ In a swapped pair (label 1), 20 21 22 comes first. Comparison with Megatron and 
     too long pairs       As in Megatron, the longer side (B, if equal) loses its first or last token at random.
     binary_head False    One segment of max_seq_length - 2 tokens, one more than Megatron's.
     predictions          BERT's max(1, round(masked_lm_prob * tokens)), with [CLS] and [SEP] counted.
-    masking              Megatron's (masking.py), but words never continue over a separator.
+    masking              Megatron's (masking.py), but words never continue over a separator. It is no `Objective`, as
+                         it depends on the sentences of a sample and not on one row of tokens.
 """
 
 from __future__ import annotations

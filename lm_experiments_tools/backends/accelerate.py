@@ -371,16 +371,10 @@ class DeepSpeedBackend(AccelerateBackend):
         max_norm: float | None = None,
         max_value: float | None = None,
         *,
-        scale: float = 1.0,
         wait: bool = True,
     ) -> PendingStep:
         if max_value:
             raise UserError(CLIPS_BY_NORM)
-        if scale != 1.0:
-            raise UserError(
-                "DeepSpeed holds gradients in buffers of its own, so a model cannot return loss_sum and num_labels: "
-                "let its forward take num_items_in_batch and divide by it"
-            )
         self.optimizer.clip_grad = max_norm or 0.0
         self.model.step()
         applied = self.model.was_step_applied()

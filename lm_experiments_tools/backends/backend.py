@@ -295,7 +295,6 @@ class Backend(Workers):
         max_norm: float | None = None,
         max_value: float | None = None,
         *,
-        scale: float = 1.0,
         wait: bool = True,
     ) -> PendingStep:
         """Clip the gradients, step the optimizer and clear the gradients.
@@ -305,14 +304,11 @@ class Backend(Workers):
         Args:
             max_norm: largest global L2 norm of the gradient; None does not clip the norm.
             max_value: largest magnitude of a gradient's entries; None does not clip them.
-            scale: factor of the gradients, before they are clipped.
             wait: True to wait for the result. With False a GPU launches the step asynchronously and decides by itself
                 whether to skip it. This needs an optimizer that supports `found_inf` like torch's fused ones and has
                 `_step_supports_amp_scaling`; for any other optimizer the result is waited for.
         """
         parameters = [p for p in self.precision.parameters(self.optimizer) if p.grad is not None]
-        if scale != 1.0:
-            torch._foreach_mul_([p.grad for p in parameters], scale)
         norms, norm = norms_of(p.grad for p in parameters)
         names = partial(self._non_finite_names, parameters, norms)
         if not wait and self._can_skip_on_device():

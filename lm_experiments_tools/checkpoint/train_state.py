@@ -7,10 +7,6 @@ loader differ between workers; they are the per-rank state.
 from __future__ import annotations
 
 import logging
-import os
-import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +15,6 @@ import torch
 from torch import nn
 
 from lm_experiments_tools.backends.collective import agreed, on_all, on_main
-from lm_experiments_tools.backends.process_groups import end_suspended, lost_worker
 from lm_experiments_tools.checkpoint.legacy import read_old_training_state, regrouped
 from lm_experiments_tools.checkpoint.manifest import TRAINER_STATE, is_listed, sha256_of, verify_model
 from lm_experiments_tools.checkpoint.tree import load_tree, tree_files
@@ -47,6 +42,7 @@ class TrainState:
         phase: number of the phase that saved this, from 0.
         first_step: step at which the run began; above 0 if it branches from another run.
         data_offset: position in the data minus `consumed_samples`.
+        samples_per_epoch: of the training data; None if unknown.
         best_metric, best_step: best value of `optimize_metric` on validation, and its step.
         patience: number of consecutive validations without improvement.
         last_validated_step: step of the last complete validation. A restart repeats one that a signal stopped.
@@ -54,6 +50,7 @@ class TrainState:
         data_fingerprint: hash of the training data and its order; None if the loader has none.
         data_order: hash of the order of rows alone; None if unknown.
         valid_fingerprint: hash of the validation data of `best_metric`.
+        schedule_steps: length of the learning-rate schedule in updates; None where it has no end.
         facts: settings that a restart compares (see training/resume.py).
         metrics: {split, such as "train" or "valid": its last metrics}.
     """
@@ -90,24 +87,6 @@ class TrainState:
         into_schedule = loaded.step - loaded.schedule_start if schedule else 0
         # The start is negative where updates are counted from 0 and the schedule goes on.
         self.schedule_start = self.step - into_schedule
-
-
-@contextmanager
-def failures_located(state: TrainState, backend: Backend) -> Iterator[None]:
-    """Context that adds the step at which training failed to every exception, as its attribute `step`.
-
-    LostWorkerError replaces the error of a collective if another worker is lost; suspended ones are killed.
-    """
-    peers = backend.gather((platform.node(), os.getpid()))
-    try:
-        yield
-    except Exception as error:
-        error.step = state.step
-        if (lost := lost_worker(error)) is None:
-            raise
-        end_suspended(peers)
-        lost.step = state.step
-        raise lost from error
 
 
 def load_weights_for_all(

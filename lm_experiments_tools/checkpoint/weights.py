@@ -105,7 +105,7 @@ def save_model(
 
 
 def save_all_but_weights(path: Path, model: nn.Module, tokenizer_dir: Path | None) -> list[str]:
-    """Write what `save_model` does, without weights.
+    """Write what `save_model` does, without weights: it saves meta tensors, with a writer that only notes their names.
 
     Returns the names of the weights that belong into the files: those of the state dict, each tied weight once.
     """

@@ -136,7 +136,7 @@ def parse_denoisers(texts: Sequence[str]) -> list[DenoiserSpec]:
 
 
 _READ_BY_USERS = {"target_seq_len", "mix_rows", "append_eos"}
-_NO_PART_OF_EXAMPLES = {"mix_rows", "append_eos", "mlm_positions"}
+_NO_ARGUMENTS = {"mix_rows", "append_eos", "mlm_positions", "target_seq_len"}  # of the class: others read these flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,7 @@ class ObjectiveArgs:
         """Return the arguments of the objective's class, flags or `--task_options`. Raises UserError."""
         options = read_options("task_options", self.task_options)
         if ":" not in self.task:
-            flags = set(self.objective().reads) - _NO_PART_OF_EXAMPLES - {"target_seq_len"}
+            flags = set(self.objective().reads) - _NO_ARGUMENTS
             return {flag: getattr(self, flag) for flag in sorted(flags)}
         if self.is_registered_task():
             return options

@@ -18,18 +18,15 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from lm_experiments_tools.data.mixture import Mixture
-from lm_experiments_tools.data.order import permute, stream_key
+from lm_experiments_tools.data.order import Buckets, LongestFirst, permute, stream_key
 from lm_experiments_tools.data.workers import WorkerEnded, WorkerPool
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.files import json_sha256
-
-if TYPE_CHECKING:
-    from lm_experiments_tools.data.order import Buckets, LongestFirst
 
 Batch = dict[str, np.ndarray]
 Source = TypeVar("Source")

@@ -1,5 +1,4 @@
-"""Shuffling, random numbers and orders by length as pure functions of (seed, epoch, sample), so that a run has no
-random state to save.
+"""Shuffling and random numbers as pure functions of (seed, epoch, sample), so that a run has no random state to save.
 
 Random numbers come from Philox4x32-10, a counter-based generator (Salmon, Moraes, Dror, Shaw, "Parallel Random
 Numbers: As Easy as 1, 2, 3", SC 2011). The n-th number is a function of (key, n), so samples do not depend on batches
@@ -233,7 +232,7 @@ class MixedSteps(Buckets):
     """An order in which each training step has samples of all lengths, sorted by length.
 
     All steps then have similar total lengths, and the rows of each micro-batch have similar lengths. The number of
-    micro-batches per step does not change the samples of a step. The window above in steps of 4 samples:
+    micro-batches per step does not change the samples of a step. The window of `Buckets` in steps of 4 samples:
 
         halves      4  2  6  0 | 7  3  5  1      shorter half, longer half
         steps       6  0  7  3   4  2  5  1      one random bucket of each half per step

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lm_experiments_tools.backends.collective import on_main
 from lm_experiments_tools.config.finetuning import SENTENCE_TASKS
-from lm_experiments_tools.data.examples.text_encoder import framing_ids
+from lm_experiments_tools.data.examples.example_encoder import framing_ids
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.evaluation.answers import INVALID_NUMBER, LabelWords, number_in
 from lm_experiments_tools.evaluation.measuring import chosen_metrics, measured

@@ -18,7 +18,7 @@ from torch import nn
 from lm_experiments_tools.checkpoint.conversion import load_unsharded, quiet_loading
 from lm_experiments_tools.checkpoint.source import ModelFiles, Source, real_names
 from lm_experiments_tools.checkpoint.weights import load_weights
-from lm_experiments_tools.data.examples.text_encoder import end_id
+from lm_experiments_tools.data.examples.example_encoder import end_id
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
 from lm_experiments_tools.models.adapters import add_adapter, check_peft, load_adapted, new_token_prefix

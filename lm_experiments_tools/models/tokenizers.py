@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lm_experiments_tools.checkpoint.manifest import verify_model
 from lm_experiments_tools.checkpoint.source import ModelFiles, Source, hub_source
-from lm_experiments_tools.data.examples.text_encoder import added_end
+from lm_experiments_tools.data.examples.example_encoder import added_end
 from lm_experiments_tools.data.text.hf_tokenizer import check_words, load_pretrained, read_pretrained
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.adapters import new_token_names

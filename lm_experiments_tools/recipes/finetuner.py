@@ -56,7 +56,7 @@ from lm_experiments_tools.recipes.finetuning import (
     with_new_tokens,
     write_task,
 )
-from lm_experiments_tools.recipes.finetuning_data import example_rows, finetuning_data, text_encoder
+from lm_experiments_tools.recipes.finetuning_data import example_encoder, example_rows, finetuning_data
 from lm_experiments_tools.recipes.keywords import as_flag, changed_args, fast, save_folder, stop_button
 from lm_experiments_tools.tracking.notebook import Results
 from lm_experiments_tools.training.micro_batches import MicroBatch
@@ -294,7 +294,7 @@ class FineTuner:
             UserError: an empty text, a number of sentences that does not fit the task, or an argument that does not
                 fit the model.
         """
-        args, encoder = self.args, text_encoder(self.args, self.tokenizer)
+        args, encoder = self.args, example_encoder(self.args, self.tokenizer)
         if options and args.model_type == "encoder":
             raise UserError(f"predict: an encoder generates no text: leave {', '.join(options)} out.")
         if return_probabilities and (args.model_type != "encoder" or args.task not in LABEL_TASKS):

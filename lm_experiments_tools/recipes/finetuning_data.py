@@ -21,6 +21,7 @@ from lm_experiments_tools.checkpoint.source import ModelFiles
 from lm_experiments_tools.config.finetuning import LABEL_TASKS
 from lm_experiments_tools.data.dataset import Dataset
 from lm_experiments_tools.data.examples.dataset import EncodedExamples, ExampleRows, encode_examples
+from lm_experiments_tools.data.examples.example_encoder import ExampleEncoder, end_id, pad_id, tokenize_text
 from lm_experiments_tools.data.examples.examples import (
     LABEL_FIELDS,
     TARGET_FIELDS,
@@ -38,7 +39,6 @@ from lm_experiments_tools.data.examples.instructions import (
     PromptParts,
     instruction_examples,
 )
-from lm_experiments_tools.data.examples.text_encoder import ExampleEncoder, end_id, pad_id, tokenize_text
 from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
 from lm_experiments_tools.data.objectives.causal_lm import CausalLM
 from lm_experiments_tools.data.objectives.objective import TokenIds
@@ -165,7 +165,7 @@ class _Reader:
 
     def _check_words(self, words: Sequence[str]) -> None:
         """Refuse words with the same tokens."""
-        targets = text_encoder(self.args, self.tokenizer).encode_targets(words)
+        targets = example_encoder(self.args, self.tokenizer).encode_targets(words)
         known: dict[tuple[int, ...], str] = {}
         for word, ids in zip(words, targets, strict=True):
             other = known.setdefault(tuple(ids), word)
@@ -257,7 +257,7 @@ class _Reader:
         args = self.args
         if args.task == "causal_lm":
             return self._blocks(args.data_path, args.max_train_samples, args.seed)
-        encoder = text_encoder(args, self.tokenizer)
+        encoder = example_encoder(args, self.tokenizer)
         examples: Iterable[Example] = self._examples(args.data_path, "train", encoder)
         if args.max_train_samples is not None:
             examples = chosen(list(examples), args.max_train_samples)
@@ -275,7 +275,7 @@ class _Reader:
         if self.args.task == "causal_lm":
             path = text_of_split(path, split)
             return EvalSplit(split, ValidLoader(self._blocks([path], None, FIXED_SEED), rows, *where, limit), [])
-        encoder = text_encoder(self.args, self.tokenizer)
+        encoder = example_encoder(self.args, self.tokenizer)
         examples = chosen(list(self._examples([path], split, encoder)), limit)
         dataset = Dataset(self._rows(examples, split, encoder))
         arrangement = LongestFirst(dataset.lengths, len(dataset), TARGET_STEP)
@@ -327,7 +327,7 @@ def example_rows(args: FinetuningArgs, encoded: EncodedExamples, tokenizer: Any,
     )
 
 
-def text_encoder(args: FinetuningArgs, tokenizer: Any) -> ExampleEncoder:
+def example_encoder(args: FinetuningArgs, tokenizer: Any) -> ExampleEncoder:
     """Build the object that turns texts into token ids, by the lengths and model kind of `args`. Raises UserError."""
     decoder = args.model_type == "decoder"
     room = args.input_seq_len

@@ -43,10 +43,11 @@ def pretraining_data(
     Every worker must call this function. Raises UserError.
     """
     vocabulary = sources.vocabulary
+    # Both may refuse the settings, which must be known before hours of tokenizing.
     if args.is_registered_task():
-        on_all(backend, lambda: check_installed(args.task))  # before validation text is tokenized
+        on_all(backend, lambda: check_installed(args.task))
     else:
-        on_all(backend, lambda: build_objective(args, vocabulary, model_kind))  # refused before hours of tokenizing
+        objective = on_all(backend, lambda: build_objective(args, vocabulary, model_kind))
     if args.task == "mlm" and backend.is_main:
         logger.warning(
             "--task mlm has no [CLS] and [SEP], and documents of a row attend to each other; for BERT's rows use "
@@ -63,12 +64,12 @@ def pretraining_data(
     elif args.is_registered_task():
         train, valid, described = seqio_data(args, backend, vocabulary)
     elif args.streaming:
-        train, described = streaming_data(args, backend, vocabulary, model_kind)
+        train, described = streaming_data(args, backend, vocabulary, objective)
     else:
-        train = on_all(backend, lambda: _train_loader(args, model_kind, backend, sources))
+        train = on_all(backend, lambda: _train_loader(args, objective, backend, sources))
         described = train.dataset.describe()
     if valid_tokens is not None and valid is None:
-        valid = on_all(backend, lambda: _valid_loader(args, vocabulary, model_kind, backend, valid_tokens))
+        valid = on_all(backend, lambda: _valid_loader(args, objective, backend, valid_tokens))
     described = f"{described}, vocabulary {vocabulary.size:,}"
     return PretrainingData(vocabulary, vocabulary.size, train, valid, tokenizer_dir, described)
 
@@ -87,10 +88,10 @@ def build_objective(args: T5PretrainingArgs, vocabulary: Tokenizer, model_kind: 
 # ---- token files ----
 
 
-def _train_loader(args: T5PretrainingArgs, model_kind: ModelKind, backend: Backend, sources: T5Sources) -> TrainLoader:
+def _train_loader(args: T5PretrainingArgs, objective: Objective, backend: Backend, sources: T5Sources) -> TrainLoader:
     tokens = [sources.tokens(path) for path in args.data_path]
     read_at_random(tokens)
-    dataset = training_dataset(args, build_objective(args, sources.vocabulary, model_kind), tokens, backend.world_size)
+    dataset = training_dataset(args, objective, tokens, backend.world_size)
     return TrainLoader(dataset, args.rows_on_worker(backend.world_size), backend.rank, backend.world_size)
 
 
@@ -111,9 +112,9 @@ def training_dataset(
 
 
 def _valid_loader(
-    args: T5PretrainingArgs, vocabulary: Tokenizer, model_kind: ModelKind, backend: Backend, tokens: IndexedDataset
+    args: T5PretrainingArgs, objective: Objective, backend: Backend, tokens: IndexedDataset
 ) -> ValidLoader:
-    dataset = Dataset(TokenRows(tokens, build_objective(args, vocabulary, model_kind), args.seed))
+    dataset = Dataset(TokenRows(tokens, objective, args.seed))
     if args.objective().varies_in_length:
         num_samples = min(len(dataset), args.valid_samples or len(dataset))
         dataset = dataset.arranged(LongestFirst(dataset.lengths, num_samples))
@@ -125,15 +126,14 @@ def _valid_loader(
 
 
 def streaming_data(
-    args: T5PretrainingArgs, backend: Backend, vocabulary: Tokenizer, model_kind: ModelKind
+    args: T5PretrainingArgs, backend: Backend, vocabulary: Tokenizer, objective: Objective
 ) -> tuple[TrainLoader, str]:
     """Build the data loader of `--streaming` and its description for the log.
 
     All ranks (training processes) must call this function. It reads and tokenizes the first text.
 
-    Raises UserError: an input is missing, unreadable or empty, or the objective refuses the settings.
+    Raises UserError: an input is missing, unreadable or empty.
     """
-    objective = build_objective(args, vocabulary, model_kind)
 
     def start() -> StreamedDataset:
         for path in args.data_path:

@@ -211,7 +211,7 @@ def text_of(tokenizer: Any, row: Sequence[int]) -> str:
 
     Sentinels and users' own special tokens are text, as in the predictions of fine-tuning.
     """
-    from lm_experiments_tools.data.examples.text_encoder import framing_ids
+    from lm_experiments_tools.data.examples.example_encoder import framing_ids
 
     hidden = framing_ids(tokenizer) | {tokenizer.mask_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id}
     return tokenizer.decode([token for token in swap_sentinels(tokenizer, row) if token not in hidden]).strip()

@@ -19,7 +19,7 @@ from typing import Any
 
 from lm_experiments_tools.checkpoint.manifest import parse_step
 from lm_experiments_tools.checkpoint.source import find_source
-from lm_experiments_tools.data.examples.text_encoder import added_end
+from lm_experiments_tools.data.examples.example_encoder import added_end
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import dump_json
 from lm_experiments_tools.models.saved import open_saved, position_of, run_folder

@@ -59,7 +59,7 @@ def check_loss(args: TrainerArgs, backend: Backend, model: nn.Module, targets: T
             "%s declares no divisor of its loss, so that is taken as a mean over labels other than -100%s (without "
             "labels: over rows). With another (class weights, in-batch negatives) the gradient depends on the split "
             "into micro-batches and workers. Declare loss_mean_over = 'labels', 'rows' or 'batch' and shifts_labels "
-            "in the class, take num_items_in_batch, or return loss_sum and num_labels (docs/new_variant.md)",
+            "in the class, or take num_items_in_batch (docs/new_variant.md)",
             name, shift,
         )  # fmt: skip
 

@@ -18,8 +18,8 @@ What a model's own loss is a mean over, its class declares; classes of transform
 | spans | (start + end) / 2, of means over answers whose first or last token is in the text |
 | batch | no mean: it compares the rows of a batch, as contrastive losses with in-batch negatives do |
 
-A loss with another divisor, such as the sum of class weights, needs a model that takes `num_items_in_batch` and
-divides its sum by it, or returns the sum as `loss_sum` and the divisor as `num_labels`.
+A loss with another divisor, such as the sum of class weights, needs a model that takes `num_items_in_batch`, the
+number of labels, and divides its sum by it.
 """
 
 from __future__ import annotations
@@ -136,8 +136,7 @@ class Loss:
 
     Attributes:
         labels: {term: name of the batch entry with its labels}. The term is a mean over labels other than -100.
-        means: f(model inputs, model outputs) -> {term: mean over the micro-batch}. A single term may be (sum, number
-            of labels) where only the model knows that number.
+        means: f(model inputs, model outputs) -> {term: mean over the micro-batch}.
         most_labels: f(number of rows) -> maximum number of labels per micro-batch, for models that take
             `label_positions` and compute logits only there; None for no limit.
         token_bytes: int64 [vocabulary], UTF-8 bytes of each token, to measure bits per byte; None does not measure
@@ -146,7 +145,7 @@ class Loss:
     """
 
     labels: Mapping[str, str]
-    means: Callable[[Mapping[str, Any], Any], dict[str, Any]]
+    means: Callable[[Mapping[str, Any], Any], dict[str, Tensor]]
     most_labels: Callable[[int], int] | None = None
     token_bytes: Tensor | None = None
     scales: Mapping[str, float] = field(default_factory=dict)
@@ -160,25 +159,16 @@ class Loss:
         """Names of the batch entries that hold labels, such as "labels"."""
         return tuple(self.labels.values())
 
-    def part(self, means: Mapping[str, Any], weights: Mapping[str, int], totals: Mapping[str, int]) -> Tensor:
+    def part(self, means: Mapping[str, Tensor], weights: Mapping[str, int], totals: Mapping[str, int]) -> Tensor:
         """Compute what one micro-batch contributes to the loss of the whole optimizer step.
-
-        A term (sum, number of labels) is divided by its total in `totals`, which is not yet the step's number of
-        labels: the trainer scales the gradients.
 
         Args:
             means: {term: mean over the micro-batch}.
             weights: {label entry: number of valid labels in the micro-batch}.
             totals: {label entry: number of valid labels in the whole step, over all workers}.
         """
-        scale = self.scales.get
-        if (term := next((term for term in self.labels if isinstance(means[term], tuple)), None)) is not None:
-            if len(self.labels) > 1:
-                raise UserError("a model that returns loss_sum and num_labels can have no second loss term")
-            name = self.labels[term]
-            return means[term][0] * ((weights[name] > 0) / max(totals[name], 1))
         return sum(
-            means[term] * (scale(term, 1.0) * weights[name] / max(totals[name], 1))
+            means[term] * (self.scales.get(term, 1.0) * weights[name] / max(totals[name], 1))
             for term, name in self.labels.items()
         )
 
@@ -229,9 +219,7 @@ def loss_of(outputs: Any) -> Tensor:
     return loss
 
 
-def _model_loss(inputs: Mapping[str, Any], outputs: Any) -> dict[str, Any]:
-    if isinstance(outputs, Mapping) and outputs.get("loss_sum") is not None and "num_labels" in outputs:
-        return {"loss": (loss_of({"loss": outputs["loss_sum"]}), torch.as_tensor(outputs["num_labels"]))}
+def _model_loss(inputs: Mapping[str, Any], outputs: Any) -> dict[str, Tensor]:
     return {"loss": loss_of(outputs)}
 
 

@@ -1,21 +1,28 @@
-"""Stopping of a job by SIGTERM, Ctrl-C, a batch system's warning (SIGUSR1, ...) or the death of its launcher.
+"""The end of a job by SIGTERM, Ctrl-C, a batch system's warning (SIGUSR1, ...), its launcher's death or an error.
 
-All workers stop at the same step and save one checkpoint together.
+At a signal all workers stop at the same step and save one checkpoint together.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import platform
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lm_experiments_tools.backends.process_groups import end_suspended, lost_worker
 from lm_experiments_tools.config import exits
 from lm_experiments_tools.config.exits import STOP_SIGNALS
 from lm_experiments_tools.errors import LostWorkerError
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.checkpoint.train_state import TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -83,3 +90,21 @@ class StopSignals:
         if number == signal.SIGINT and self._noted[index]:
             raise KeyboardInterrupt
         self._noted[index] += 1
+
+
+@contextmanager
+def failures_located(state: TrainState, backend: Backend) -> Iterator[None]:
+    """Context that adds the step at which training failed to every exception, as its attribute `step`.
+
+    LostWorkerError replaces the error of a collective if another worker is lost; suspended ones are killed.
+    """
+    peers = backend.gather((platform.node(), os.getpid()))
+    try:
+        yield
+    except Exception as error:
+        error.step = state.step
+        if (lost := lost_worker(error)) is None:
+            raise
+        end_suspended(peers)
+        lost.step = state.step
+        raise lost from error

@@ -67,6 +67,7 @@ def build_parts(
     """Check and build the parts of a training loop, and restore its checkpoint; see `TrainingLoop`; collective."""
     check_parts(args, model, optimizer, train_dataloader, valid_dataloader)
     stream = None if train_dataloader is None else BatchStream(train_dataloader, train_sampler)
+    # For a backend that a library program has made itself; `get_backend` has called it already, before data is read.
     backend.reproduce(args)
     step = Step(args, backend, model, loss, batch_transform_fn, batch_metrics_fn, forward_kwargs or {})
     learning_rate = LearningRate(args, optimizer, 0 if phase is None else phase.start)

@@ -16,7 +16,7 @@ from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.training.checks import check_loss
 from lm_experiments_tools.training.generators import seed_all
 from lm_experiments_tools.training.losses import BYTES_PER_TOKEN, Loss, loss_for
-from lm_experiments_tools.training.metrics import Collector, MetricSums
+from lm_experiments_tools.training.metrics import AccumulatedOutputs, Collector, MetricSums
 from lm_experiments_tools.training.micro_batches import BatchSplitter, GlobalCounts, MicroBatch
 from lm_experiments_tools.training.signals import StopSignals
 
@@ -60,7 +60,7 @@ class Step:
     def count(self, micro_batches: Sequence[MicroBatch], failed: bool = False, save: bool = False) -> GlobalCounts:
         """Add up the counts of a step and the pending signals over all workers.
 
-        This is the only collective of a step besides the gradients'. `failed`: this worker could not write a
+        This is the only collective of a step besides those of its gradients. `failed`: this worker could not write a
         checkpoint. `save`: it is time for a checkpoint; True on one worker at most.
         """
         rank, world_size = self.backend.rank, self.backend.world_size
@@ -76,17 +76,17 @@ class Step:
         return GlobalCounts(dict(zip(self._names, weights, strict=True)), samples, tokens, max(lengths), failed, save)
 
     def forward_backward(
-        self, micro_batches: Sequence[MicroBatch], counts: GlobalCounts, collector: Collector, position: int
-    ) -> tuple[MetricSums, float]:
+        self, micro_batches: Sequence[MicroBatch], counts: GlobalCounts, collector: AccumulatedOutputs, position: int
+    ) -> MetricSums:
         """Leave the gradient of the step's loss in the parameters, summed over all workers' micro-batches.
 
         `position`, the samples consumed before this step, seeds dropout under `--reproducible`. Returns losses and
-        metrics of this worker's micro-batches, and a factor that the gradient lacks.
+        metrics of this worker's micro-batches.
         """
         backend, loss, weights, is_exact = self.backend, self.loss, counts.weights, self.backend.reduction.is_exact
         if self._num_empty is not None:
             self._check_targets(weights)
-        metrics, divisors = MetricSums(exact=is_exact), MetricSums(exact=is_exact)
+        metrics = MetricSums(exact=is_exact)
         before = collector.copy() if is_exact else None
         for i, micro_batch in enumerate(micro_batches):
             if is_exact:
@@ -97,8 +97,6 @@ class Step:
                     outputs = backend.model(**micro_batch.inputs, **self.forward_kwargs)
                 means = loss.means(micro_batch.inputs, outputs)
                 self.add_metrics(micro_batch, means, outputs, metrics, collector)
-                has_label = any(micro_batch.weights.values())
-                divisors.add({k: (v[1] * has_label, 1) for k, v in means.items() if isinstance(v, tuple)}, 0)
                 part = loss.part(means, micro_batch.weights, weights)
                 # Logits would otherwise live on through the backward pass and the update.
                 del outputs, means
@@ -107,12 +105,7 @@ class Step:
         if is_exact and backend.reduction.must_repeat():
             collector.data = before
             return self.forward_backward(micro_batches, counts, collector, position)
-        scale = 1.0
-        # Only a model that returns `loss_sum` and `num_labels` knows its divisor, and only after the step's passes.
-        for divisor in divisors.sums.values():
-            total = backend.sum(torch.tensor([float(divisor)], dtype=torch.float64)).item()
-            scale = next(iter(weights.values())) / total if total else 0.0
-        return metrics, scale
+        return metrics
 
     def _check_targets(self, weights: Mapping[str, int]) -> None:
         """Raise UserError if the first steps of a run have no targets over all workers: it would learn nothing."""

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lm_experiments_tools.checkpoint.train_state import failures_located
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.tracking.tracker import Tracker, save_metrics
 from lm_experiments_tools.training.callbacks import Callback, Every
@@ -36,6 +35,7 @@ from lm_experiments_tools.training.metrics import (
     storable,
 )
 from lm_experiments_tools.training.non_finite import report_skipped
+from lm_experiments_tools.training.signals import failures_located
 from lm_experiments_tools.training.start import build_parts
 from lm_experiments_tools.training.validation import validate, warn_of_unsplit_validation
 
@@ -270,15 +270,16 @@ class TrainingLoop:
         if missing := counts.num_micro_batches - len(micro_batches):
             micro_batches += [micro_batches[-1].as_padding()] * missing
         if self.meter is not None:
+            # The extra pass that counts FLOPs, once a run, is no part of the step.
             started += self.meter.add(micro_batches, step.forward_kwargs)
-        metrics, scale = step.forward_backward(micro_batches, counts, self.outputs, self.state.consumed_samples)
+        metrics = step.forward_backward(micro_batches, counts, self.outputs, self.state.consumed_samples)
         non_finite = None if self._watch is None else self._watch.take()
         self._finalize_step()  # the step before: the learning rate depends on whether it was applied
         self.learning_rate.set(backend.optimizer, self.state.step - self.state.schedule_start)
         is_last = self.state.step + 1 >= args.iters or bool(self.signals.agreed)
         wait = is_last or bool(self._due(self.state.step + 1))
         # Without a wait, the result of this update is read after the next step's passes have been launched.
-        pending = backend.clip_and_step(args.clip_grad_norm, args.clip_grad_value, scale=scale, wait=wait)
+        pending = backend.clip_and_step(args.clip_grad_norm, args.clip_grad_value, wait=wait)
         seconds = time.perf_counter() - started
         self._in_flight = InFlightStep(pending, non_finite, counts, metrics, seconds, data_seconds)
         return self._finalize_step() if pending.is_done else None

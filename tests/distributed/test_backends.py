@@ -25,7 +25,7 @@ from tests.helpers.toys import tiny_t5
 pytestmark = pytest.mark.distributed
 
 WORKER = Path(__file__).with_name("worker.py")
-FSDP = ["ahead", "trained", "talked", "evaluated", "fp16", "scaled", "sparse"]
+FSDP = ["ahead", "trained", "talked", "evaluated", "fp16", "frozen", "sparse"]
 PLAIN = [*FSDP, "clipped", "bf16"]
 ZERO = ["trained", "talked", "evaluated"]
 SCENARIOS = {
@@ -220,13 +220,13 @@ def test_clipping_by_value_equals_one_process(results, kind):
 
 
 @pytest.mark.parametrize("kind", UNSHARDED[1:])
-def test_scaled_gradients_of_a_partly_frozen_model_equal_one_process(results, kind):
-    alone, *ranks = results.of("alone", "scaled") + results.of(kind, "scaled")
+def test_clipped_gradients_of_a_partly_frozen_model_equal_one_process(results, kind):
+    alone, *ranks = results.of("alone", "frozen") + results.of(kind, "frozen")
     for rank in ranks:
         for name in ("loss", "norm"):
             assert [s[name] for s in rank["steps"]] == pytest.approx([s[name] for s in alone["steps"]], abs=1e-4)
     assert ranks[0]["bits"] == ranks[1]["bits"], "the workers' weights differ"
-    assert largest_difference(results.weights("alone", "scaled"), results.weights(kind, "scaled")) < 2e-6
+    assert largest_difference(results.weights("alone", "frozen"), results.weights(kind, "frozen")) < 2e-6
 
 
 @pytest.mark.parametrize("kind", UNSHARDED[1:])

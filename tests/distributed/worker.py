@@ -50,13 +50,8 @@ def micro_batches(step: int, piece: int) -> list[dict[str, Tensor]]:
     return [DATA.batch(list(range(first + i * BATCH, first + (i + 1) * BATCH))) for i in range(ACCUMULATION)]
 
 
-def train_step(
-    backend: Backend, step: int, *, broken: bool = False, divisor: float | None = None, **clip: float
-) -> dict[str, Any]:
-    """One step; `broken` makes the loss of slice 1 infinite, so that gradients are non-finite on its worker alone.
-
-    With a `divisor` the losses are divided by it, and the gradients then multiplied to be those of the mean.
-    """
+def train_step(backend: Backend, step: int, *, broken: bool = False, **clip: float) -> dict[str, Any]:
+    """One step; `broken` makes the loss of slice 1 infinite, so that gradients are non-finite on its worker alone."""
     pieces = [backend.rank % SLICES] if backend.world_size > 1 else list(range(SLICES))
     counts = float(backend.rank < SLICES)  # what others do again adds nothing
     mine = [(piece, batch) for piece in pieces for batch in micro_batches(step, piece)]
@@ -70,9 +65,8 @@ def train_step(
                 loss = backend.model(**batch)["loss"] * (batch["labels"] != -100).sum() / tokens
             total += loss.detach().double().cpu() * counts
             scale = float("inf") if broken and piece == 1 else 1.0
-            backend.backward(loss * scale * counts * (tokens / divisor if divisor else 1.0), last)
-    scale = divisor / tokens if divisor else 1.0
-    norm, applied = backend.clip_and_step(**clip, scale=scale).result()
+            backend.backward(loss * scale * counts, last)
+    norm, applied = backend.clip_and_step(**clip).result()
     return {"loss": backend.sum(total).item(), "norm": norm, "applied": applied}
 
 
@@ -182,14 +176,14 @@ def scenario_clipped(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     return {"steps": steps}
 
 
-def scenario_scaled(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
-    """A model with frozen parts, whose gradients are scaled before they are clipped."""
+def scenario_frozen(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
+    """A model with frozen parts, whose gradients are clipped."""
     model = tiny_t5(seed=backend.rank)
     model.shared.requires_grad_(False)
     backend.setup(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
     steps = [train_step(backend, step) for step in range(2)]
-    steps += [train_step(backend, step, divisor=7.0, max_norm=0.5) for step in range(2, 4)]
-    save_weights(backend, out, "scaled")
+    steps += [train_step(backend, step, max_norm=0.5) for step in range(2, 4)]
+    save_weights(backend, out, "frozen")
     return {"steps": steps, "bits": bits(list(model.parameters())) if not backend.state.shards_weights else ""}
 
 
@@ -293,8 +287,8 @@ def scenario_ahead(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     for name in ("at_once", "late"):
         backend._runs_ahead, queued = name == "late", []
 
-        def ahead(max_norm: float, scale: float, queued: list[bool] = queued) -> PendingStep:
-            step = clip_and_step(max_norm, scale=scale, wait=False)
+        def ahead(max_norm: float, queued: list[bool] = queued) -> PendingStep:
+            step = clip_and_step(max_norm, wait=False)
             queued.append(not step.is_done)
             return step
 

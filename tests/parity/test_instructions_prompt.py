@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from lm_experiments_tools.data.examples.dataset import ExampleRows, encode_examples
+from lm_experiments_tools.data.examples.example_encoder import ExampleEncoder
 from lm_experiments_tools.data.examples.instructions import (
     TK_INSTRUCT,
     PromptParts,
     instruction_examples,
     prompt_text,
 )
-from lm_experiments_tools.data.examples.text_encoder import ExampleEncoder
 from lm_experiments_tools.data.text.records import RejectedRecords
 from tests.helpers.real_data import DATA, lacking
 
@@ -92,7 +92,7 @@ def test_tk_instruct_draws_every_form_and_every_output_by_seed_epoch_and_example
     data = ExampleRows(encoded, "encoder-decoder", pad_id=0, seed=1, limits=(1024, 64))
 
     epochs, rows = np.divmod(np.arange(40 * len(data)), len(data))
-    sources, targets = data.draw(epochs, rows)
+    sources, targets = data.draw("source", epochs, rows), data.draw("target", epochs, rows)
     for number, example in enumerate(examples):
         forms = sources[rows == number] - encoded.sources.firsts[number]
         assert set(forms.tolist()) == set(range(5))

@@ -20,8 +20,7 @@ The same example packed with another, source 7 1 and target 9 1, into one row:
 
 The model must limit attention to a segment, the tokens of one example (0 is padding). A decoder gets no mask:
 transformers detects sequences by `position_ids`, unless `use_cache` is on. Examples are packed once, each into the
-first of the last 64 rows with enough space; epochs differ in the order of rows. A row counts as one sample in
---batch_size.
+first of the last 64 rows with enough space; epochs differ in the order of rows. A row is a sample of --batch_size.
 
 Labels are -100 if the data has no targets or labels. `example` is the number of the example in its split (such as the
 training data). Each epoch is shuffled. If an example has several sources (prompts) or targets, each epoch draws one.
@@ -38,8 +37,8 @@ from typing import Literal
 
 import numpy as np
 
+from lm_experiments_tools.data.examples.example_encoder import ExampleEncoder
 from lm_experiments_tools.data.examples.examples import Example
-from lm_experiments_tools.data.examples.text_encoder import ExampleEncoder
 from lm_experiments_tools.data.order import draw_integers, permute, stream_key
 from lm_experiments_tools.data.packing import Segments, pack
 from lm_experiments_tools.labels import IGNORED_LABEL
@@ -168,7 +167,7 @@ def _label_rows(labels: list[int | tuple[int, ...]], num_labels: int) -> np.ndar
 
 
 class ExampleRows:
-    """Fine-tuning examples, a `data.dataset.Rows`: an example is a row, or several if they are packed.
+    """Fine-tuning examples, a `data.dataset.Rows`: a row is one example, or several if they are packed.
 
     Args:
         limits: maximum number of tokens of inputs and of targets in a batch.
@@ -176,7 +175,7 @@ class ExampleRows:
         packed: put as many examples into a row as fit, once, in random order.
 
     Attributes:
-        members: the numbers of the examples in each row.
+        members: the numbers of the examples in each packed row; None if row n is example n.
     """
 
     def __init__(
@@ -195,7 +194,7 @@ class ExampleRows:
         self.encoded, self.kind, self.pad_id, self.seed = encoded, kind, pad_id, seed
         self.limits, self.multiple, self.with_prompts, self.title = limits, multiple or 1, with_prompts, title
         self.fingerprint, self.order, self.packed = self._fingerprint(), None, packed
-        self.members = Ragged(np.arange(len(encoded)), np.ones(len(encoded), np.int64))
+        self.members: Ragged | None = None
         if packed:
             self._pack()
 
@@ -205,16 +204,17 @@ class ExampleRows:
         longest = np.stack([np.maximum.reduceat(side.lengths, side.firsts[:-1]) for side in sides])
         if self.kind == "decoder":
             longest = longest.sum(axis=0, keepdims=True)
-        limits, numbers = np.array(self.limits[: len(longest)]), self.members.values
+        limits, numbers = np.array(self.limits[: len(longest)]), np.arange(len(self.encoded))
         order = permute(numbers, len(numbers), self.seed, np.zeros_like(numbers))
         items, sizes = pack(longest[:, order], limits)
         self.members = Ragged(order[items], sizes)
         self._filled = longest.sum() / (limits.sum() * len(sizes))
+        self._most = int(sizes.max())
         self._widest = np.add.reduceat(longest[0, self.members.values], self.members.starts).max()
         self.fingerprint = f"{self.fingerprint}/packed={_PACKING_VERSION}"
 
     def __len__(self) -> int:
-        return len(self.members)
+        return len(self.encoded) if self.members is None else len(self.members)
 
     def describe(self) -> str:
         """Describe the examples, their number, average lengths and rows, for the log."""
@@ -236,23 +236,33 @@ class ExampleRows:
             digest.update(array.tobytes())
         return digest.hexdigest()
 
-    def _draw(self, purpose: str, side: Ragged, epochs: np.ndarray, examples: np.ndarray) -> np.ndarray:
-        """Draw a source or a target of each example: indices int64[n]."""
-        firsts, counts = side.firsts[examples], np.diff(side.firsts)[examples]
+    def draw(self, side: Literal["source", "target"], epochs: np.ndarray, examples: np.ndarray) -> np.ndarray:
+        """Draw a source or a target of each example int64[n]: its index among all, int64[n]."""
+        all_firsts = (self.encoded.sources if side == "source" else self.encoded.targets).firsts
+        firsts = all_firsts[examples]
+        counts = all_firsts[examples + 1] - firsts
         if (counts == 1).all():
             return firsts
-        drawn = draw_integers(stream_key(self.seed, f"drawn {purpose}"), epochs, examples, 1)[0]
+        drawn = draw_integers(stream_key(self.seed, f"drawn {side}"), epochs, examples, 1)[0]
         return firsts + (drawn * counts.astype(np.uint64) >> _32).astype(np.int64)
+
+    def _examples_of(self, epochs: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Number of examples of each row; epoch and number of each example, row after row."""
+        if self.members is None:
+            return np.ones_like(rows), epochs, rows
+        counts = self.members.lengths[rows]
+        return counts, np.repeat(epochs, counts), self.members.flat(rows)
 
     def lengths(self, epochs: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return the numbers of input and target tokens, int64[2, n]. A decoder's prompts and targets are inputs."""
-        inputs = self.encoded.sources.lengths[self._draw("source", self.encoded.sources, epochs, rows)]
+        counts, epochs, examples = self._examples_of(epochs, rows)
+        inputs = self.encoded.sources.lengths[self.draw("source", epochs, examples)]
         outputs = np.zeros_like(inputs)
-        if (targets := self.encoded.targets) is not None:
-            outputs = targets.lengths[self._draw("target", targets, epochs, rows)]
+        if self.encoded.targets is not None:
+            outputs = self.encoded.targets.lengths[self.draw("target", epochs, examples)]
         if self.kind == "decoder":
             inputs, outputs = inputs + outputs, np.zeros_like(inputs)
-        return np.stack([inputs, outputs])
+        return np.add.reduceat(np.stack([inputs, outputs]), np.cumsum(counts) - counts, axis=1)
 
     def batch(self, epochs: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Make a batch of the given rows, padded to the longest of them.
@@ -262,30 +272,26 @@ class ExampleRows:
             float32[n] or float32[n, num_labels]; with one more dimension if packed) and `example`, the numbers of the
             examples int64[n], which packed rows lack.
         """
-        counts, examples = self.members.lengths[rows], self.members.flat(rows)
-        epochs, encoded = np.repeat(epochs, counts), self.encoded
-        sources = self._draw("source", encoded.sources, epochs, examples)
-        if encoded.targets is None:
-            batch = self._inputs(counts, sources)
-            labels = encoded.labels[examples]
-            if self.packed:
-                most = int(self.members.lengths.max())
-                labels = self._segments(counts, np.ones_like(sources), 0).by_segment(labels, most, IGNORED_LABEL)
-            batch["labels"] = labels
+        encoded = self.encoded
+        counts, epochs, examples = self._examples_of(epochs, rows)
+        sources = self.draw("source", epochs, examples)
+        if self.kind == "decoder":
+            batch = self._decoder_rows(counts, sources, self.draw("target", epochs, examples))
         else:
-            targets = self._draw("target", encoded.targets, epochs, examples)
-            if self.kind == "decoder":
-                batch = self._decoder_rows(counts, sources, targets)
+            batch, segments = self._inputs(counts, sources)
+            if encoded.targets is None:
+                labels = encoded.labels[examples]
+                batch["labels"] = segments.by_segment(labels, self._most, IGNORED_LABEL) if self.packed else labels
             else:
-                batch = self._inputs(counts, sources)
+                targets = self.draw("target", epochs, examples)
                 segments = self._segments(counts, encoded.targets.lengths[targets], 1)
                 batch["labels"] = segments.filled(encoded.targets.flat(targets), IGNORED_LABEL)
                 if self.packed:
                     batch["decoder_segment_ids"] = segments.ids()
         return batch if self.packed else {**batch, "example": examples}
 
-    def _inputs(self, counts: np.ndarray, sources: np.ndarray) -> dict[str, np.ndarray]:
-        """The inputs of an encoder."""
+    def _inputs(self, counts: np.ndarray, sources: np.ndarray) -> tuple[dict[str, np.ndarray], Segments]:
+        """The inputs of an encoder, and their segments."""
         texts, types = self.encoded.sources, self.encoded.types
         segments = self._segments(counts, texts.lengths[sources], 0)
         ids = segments.ids()
@@ -297,7 +303,7 @@ class ExampleRows:
             batch["segment_ids"] = ids
         if types is not None:
             batch["token_type_ids"] = segments.filled(types.flat(sources), 0)
-        return batch
+        return batch, segments
 
     def _decoder_rows(self, counts: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> dict[str, np.ndarray]:
         prompts, answers = self.encoded.sources, self.encoded.targets
@@ -320,8 +326,9 @@ class ExampleRows:
 
     def _segments(self, counts: np.ndarray, lengths: np.ndarray, side: int) -> Segments:
         """Segments of rows that are as wide as the widest, rounded up within the limit of the side (1: targets)."""
-        longest = max(int(np.add.reduceat(lengths, np.cumsum(counts) - counts).max()), 1)  # 0: no target at all
         if self.packed and self.kind == "decoder":
             longest = self._widest  # of all rows, whatever rows a worker makes at the same time
+        else:
+            longest = max(int(np.add.reduceat(lengths, np.cumsum(counts) - counts).max()), 1)  # 0: no target at all
         width = min(-(-longest // self.multiple) * self.multiple, max(self.limits[side], longest))
         return Segments(counts, lengths, width)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lm_experiments_tools.data.objectives.mlm import MaskedLM
     from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 
+_ORDER_VERSION = 1  # of the mapping (seed, epoch, row) -> tokens; part of the fingerprint
 _VERSION = 2  # of the mapping (seed, epoch, row) -> example; part of the fingerprint
 
 
@@ -54,8 +55,8 @@ class DocumentRows:
         self.cls_id, self.sep_id, self.pad_id = cls_id, sep_id, objective.vocabulary.pad_id
         self.packed, self.seed, self.vocab_size = packed, seed, objective.vocabulary.size
         settings = [tokens.fingerprint, seed, self.width, cls_id, sep_id, self.pad_id, packed, min_length, has_end]
-        self.order = json_sha256([_VERSION, *settings])
-        self.fingerprint = json_sha256([self.order, objective.settings()])
+        self.order = json_sha256([_ORDER_VERSION, *settings])
+        self.fingerprint = json_sha256([_VERSION, self.order, objective.settings()])
         begins, lengths = self._chunks(max(1, min_length), has_end)
         check_ids(np.asarray(tokens.tokens[:CHECKED_AT_START]), self.vocab_size)
         shuffled = permute(np.arange(len(lengths)), len(lengths), seed, np.zeros(len(lengths), np.int64))

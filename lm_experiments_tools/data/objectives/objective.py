@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lm_experiments_tools.config.objectives import ModelKind
     from lm_experiments_tools.data.text.tokenizer import Tokenizer
 
-Rows = np.ndarray | Sequence[np.ndarray]
+IdRows = np.ndarray | Sequence[np.ndarray]  # an entry of some examples, of one or of different lengths
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Objective:
         """
         raise NotImplementedError
 
-    def examples(self, rows: np.ndarray, rngs: Iterator[Generator]) -> Mapping[str, Rows]:
+    def examples(self, rows: np.ndarray, rngs: Iterator[Generator]) -> Mapping[str, IdRows]:
         """Make examples from rows int64[n, length], each entry with n elements; equal to `example` row by row.
 
         Args:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.random import Generator
 
 from lm_experiments_tools.data.dataset import joined
-from lm_experiments_tools.data.objectives.objective import Objective, Rows
+from lm_experiments_tools.data.objectives.objective import IdRows, Objective
 from lm_experiments_tools.data.order import epoch_shift, row_generators, stream_key
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import json_sha256
@@ -165,7 +165,7 @@ class TokenRows:
                     rngs = row_generators(self._noise_key, epochs[some], rows[some])
                     yield some, member, self._read(starts % self.num_tokens, length), rngs
 
-    def _padded(self, made: Mapping[str, Rows], member: Objective) -> dict[str, np.ndarray]:
+    def _padded(self, made: Mapping[str, IdRows], member: Objective) -> dict[str, np.ndarray]:
         """The entries of some examples as int64[n, maximum length], with first ids, EOS and `attention_mask`."""
         if not is_own(type(member)):
             _check(made, member)
@@ -197,7 +197,7 @@ class TokenRows:
         return padded
 
 
-def _check(made: Mapping[str, Rows], member: Objective) -> None:
+def _check(made: Mapping[str, IdRows], member: Objective) -> None:
     """Refuse a user's examples that lack an entry, have ids outside the vocabulary, or shift labels against inputs."""
     said = f"an example of --task {type(member).__module__}:{type(member).__qualname__}"
     if missing := {"input_ids", "labels"} - made.keys():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import logging
 import os
 import time
@@ -208,7 +209,22 @@ def registered_task(name: str) -> seqio.Task | seqio.Mixture:
     if task_name not in known:
         shown = ", ".join(sorted(known)[:20]) or "none at all"
         raise UserError(f"--task {name}: {module} registers no seqio Task or Mixture {task_name!r}; there is {shown}")
-    return seqio.get_mixture_or_task(task_name)
+    task = seqio.get_mixture_or_task(task_name)
+    for subtask in seqio.get_subtasks(task):
+        if isinstance(subtask.source, seqio.FunctionDataSource):
+            _accept_seed(subtask.source)
+    return task
+
+
+def _accept_seed(source: seqio.FunctionDataSource) -> None:
+    """Let seqio seed a `dataset_fn(split, shuffle_files)` of t5's first years, which it otherwise refuses."""
+    function = source._dataset_fn
+    if "seed" not in inspect.signature(function).parameters:
+
+        def with_seed(split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:
+            return function(split, shuffle_files)
+
+        source._dataset_fn = with_seed
 
 
 def step_name(step: Any) -> list[str]:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
@@ -158,13 +157,9 @@ class Stream:
 
 
 def _append_line(path: Path, line: str) -> None:
-    """Append a line, also after one that was truncated by a kill or a full disk."""
-    with open(path, "ab+") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            if file.read() != b"\n":
-                line = f"\n{line}"
-        file.write(f"{line}\n".encode())
+    # The line end comes first, as a kill or a full disk may have cut off the line before.
+    with open(path, "ab") as file:
+        file.write(f"\n{line}".encode())
 
 
 class StreamedDataset(SampleDataset):
@@ -192,14 +187,18 @@ class StreamedDataset(SampleDataset):
         objective: Objective,
         *,
         max_bad_lines: int,
-        num_workers: int | None = None,
-        rank: int = 0,
-        world_size: int = 1,
+        num_workers: int | None,
+        rank: int,
+        world_size: int,
     ) -> StreamedDataset:
         """Start the processes of a rank and wait for its first examples, to find most errors here.
 
         Args:
             num_workers: number of processes; None for at most four.
+
+        Raises:
+            UserError: the text has no usable document, or too many bad lines.
+            RunError: the text cannot be read, or a process has died.
         """
         vocabulary = encoder.vocabulary
         text = [content_of(plan.shards), vocabulary.fingerprint, *encoder.outputs]
@@ -219,6 +218,7 @@ class StreamedDataset(SampleDataset):
         num_workers = min(num_workers or min(_WORKERS, available_cores()), len(numbers))
         dataset = cls([Worker(ChunkMaker, settings) for _ in range(num_workers)], settings, build, fingerprint)
         if unread := [number for number in numbers if not dataset.stream(number).records]:
+            # The sample with the number of a stream is the stream's first.
             try:
                 dataset.batch(np.array(unread))
             except (UserError, RunError):

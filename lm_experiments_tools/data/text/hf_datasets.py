@@ -76,8 +76,10 @@ def load_streaming(item: str, column: str = "") -> Any:
     except (OSError, ValueError, RuntimeError) as error:  # offline, not found, no such config or split, or a script
         if os.path.isfile(name):
             raise UserError(f"{item} is damaged or not of its ending ({first_line(error)}): copy it again") from None
-        absent = "" if os.path.exists(name) else f"there is no file or folder {name}, and "
-        raise UserError(f"{absent}the Hugging Face dataset {item} cannot be loaded: {first_line(error)}") from None
+        reason = f"the Hugging Face dataset {item} cannot be loaded: {first_line(error)}"
+        if not os.path.exists(name):
+            reason = f"there is no file or folder {name}, and {reason} (HF_HUB_OFFLINE=1 reads the cache at once)"
+        raise UserError(reason) from None
 
 
 def _builder(item: str) -> Any:

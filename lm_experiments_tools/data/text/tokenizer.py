@@ -256,9 +256,6 @@ class Tokenizer(ABC):
     def _sentinel_number(self) -> dict[int, int]:
         return {int(index): k for k, index in enumerate(self.sentinel_ids)}
 
-    def __len__(self) -> int:
-        return self.size
-
 
 def _module(name: str) -> Any:
     # On first use, because transformers and sentencepiece take seconds to import.

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from lm_experiments_tools.checkpoint.manifest import sha256_of
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import human_bytes, naming, read_json
 
@@ -312,11 +313,9 @@ class IndexedDataset:
         recorded = self.meta.get("bin_sha256")
         if recorded is None:
             return False
-        content = hashlib.sha256()
-        _update_from_file(content, self.bin_path)
-        if content.hexdigest() != recorded:
+        if (found := sha256_of(self.bin_path)) != recorded:
             raise UserError(
-                f"{self.bin_path} was changed after it was written: its sha256 is {content.hexdigest()[:12]}, not "
+                f"{self.bin_path} was changed after it was written: its sha256 is {found[:12]}, not "
                 f"{str(recorded)[:12]} as recorded; {_REMEDY}"
             )
         return True

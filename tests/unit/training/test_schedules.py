@@ -184,3 +184,8 @@ def test_plateau_drop_equals_torch_and_resumes_from_json(settings):
 
 def test_a_first_group_that_is_not_trained_leaves_the_schedule_of_the_others():
     assert get_schedule("linear", num_warmup_steps=2, num_training_steps=10, base_lr=0.0)(1) == 0.5
+
+
+def test_a_warm_up_may_take_the_whole_run():
+    schedule = get_schedule("linear", num_warmup_steps=10, num_training_steps=10)
+    assert [schedule(step) for step in (0, 5, 9)] == [0.0, 0.5, 0.9]

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lm_experiments_tools.checkpoint import train_state
 from lm_experiments_tools.config import exits
 from lm_experiments_tools.config.cli import run_main
 from lm_experiments_tools.errors import LostWorkerError, RunError
+from lm_experiments_tools.training import signals
 from lm_experiments_tools.training.signals import StopSignals
 from tests.helpers import loops
 from tests.helpers.loops import At
@@ -120,7 +120,7 @@ def test_a_launcher_s_signal_while_a_lost_worker_is_reported_is_not_this_one_s_e
         os.kill(os.getpid(), signal.SIGTERM)
         return LostWorkerError("a worker is lost")
 
-    monkeypatch.setattr(train_state, "lost_worker", signalled)
+    monkeypatch.setattr(signals, "lost_worker", signalled)
     ended = []
     before = signal.signal(signal.SIGTERM, lambda *_: ended.append("by the signal"))
     try:
@@ -130,3 +130,13 @@ def test_a_launcher_s_signal_while_a_lost_worker_is_reported_is_not_this_one_s_e
     finally:
         signal.signal(signal.SIGTERM, before)
     assert not ended
+
+
+def test_workers_agree_on_the_first_signal_that_any_of_them_received():
+    stop = StopSignals()
+    nothing, xcpu, term = [0] * 6, [0, 0, 0, 0, 0, 2], [3, 0, 0, 0, 0, 2]
+    stop.agree(nothing)
+    assert stop.agreed == 0
+    stop.agree(xcpu)
+    stop.agree(term)  # later than the first
+    assert stop.agreed == signal.SIGXCPU

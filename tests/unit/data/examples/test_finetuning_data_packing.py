@@ -166,3 +166,14 @@ def test_a_row_is_the_same_whatever_is_made_with_it(tmp_path, flags):
         alone = train.dataset.batch(numbers[number : number + 1])
         for name in ("labels", *(["input_ids", "position_ids"] if "position_ids" in alone else [])):
             assert np.array_equal(alone[name][0], together[name][number]), name
+
+
+def test_lengths_of_packed_rows_are_those_of_their_batch(tmp_path):
+    rows = packed(tmp_path).members[0]
+    numbers = np.arange(len(rows))
+    batch, (inputs, targets) = (
+        rows.batch(np.zeros_like(numbers), numbers),
+        rows.lengths(np.zeros_like(numbers), numbers),
+    )
+    assert (inputs == batch["attention_mask"].sum(1)).all()
+    assert (targets == (batch["labels"] != IGNORED_LABEL).sum(1)).all()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lm_experiments_tools import FineTuner
-from lm_experiments_tools.data.examples.text_encoder import ExampleEncoder
+from lm_experiments_tools.data.examples.example_encoder import ExampleEncoder
 from tests.helpers.finetuning_toys import read, word_tokenizer, write_json
 from tests.helpers.pretrained_toys import save_toy
 

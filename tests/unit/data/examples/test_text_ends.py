@@ -5,7 +5,7 @@ import torch
 from transformers import BertTokenizerFast, GPT2Config, GPT2LMHeadModel, T5ForConditionalGeneration
 
 from lm_experiments_tools import FineTuner
-from lm_experiments_tools.data.examples.text_encoder import ExampleEncoder
+from lm_experiments_tools.data.examples.example_encoder import ExampleEncoder
 from tests.helpers.finetuning_toys import word_tokenizer, write_json
 from tests.helpers.pretrained_toys import SPREAD, t5_config
 

@@ -25,7 +25,7 @@ from lm_experiments_tools.data.text.records import read_shard
 from lm_experiments_tools.data.text.sentencepiece_tokenizer import SentencePieceTokenizer
 from lm_experiments_tools.data.text.tokenizer import Tokenizer
 from lm_experiments_tools.errors import RunError, UserError
-from lm_experiments_tools.recipes.t5_data import streaming_data
+from lm_experiments_tools.recipes.t5_data import build_objective, streaming_data
 from lm_experiments_tools.training.batches import BatchStream
 from tests.helpers.token_toys import make_texts, write_jsonl, write_tokens
 
@@ -86,7 +86,9 @@ def start(data, tmp_path, monkeypatch):
         }  # fmt: skip
         args = T5PretrainingArgs(**(settings | changes))
         backend = OneOfMany(rank, world_size)
-        loader, _ = streaming_data(args, backend, Tokenizer.load(args.vocab), "encoder-decoder")
+        vocabulary = Tokenizer.load(args.vocab)
+        objective = build_objective(args, vocabulary, "encoder-decoder")
+        loader, _ = streaming_data(args, backend, vocabulary, objective)
         loaders.append(loader)
         return loader
 
@@ -164,7 +166,7 @@ def test_tokens_of_a_chunk_are_in_its_examples_each_once(start, in_process, data
     index = next(Path(".cache/streams").iterdir()) / "stream-00000.jsonl"
     batch = take(loader, 10)
     assert [len(chunk) // FIRST_CHUNK for chunk in chunks[:2]] == [1, 2]
-    rows = json.loads(index.read_text().splitlines()[0])["num_samples"]
+    rows = json.loads(index.read_text().splitlines()[1])["num_samples"]
     vocabulary = Tokenizer.load(data / "v.model")
     special = [vocabulary.pad_id, vocabulary.eos_id, -100, *vocabulary.sentinel_ids.tolist()]
     kept = [part[:rows].numpy().ravel() for part in (batch["input_ids"], batch["labels"])]
@@ -205,7 +207,7 @@ def test_resumed_is_uninterrupted(start, in_process, left):
     assert again.consumed_samples == 70 * 8
     if left == "all":  # the chunks in use were made again and those after them, not those before
         for index in folder.glob("*.jsonl"):
-            entries = map(json.loads, index.read_text().splitlines())
+            entries = map(json.loads, index.read_text().splitlines()[1:])
             num_samples = {record["chunk"]: record["num_samples"] for record in entries}
             ends = np.cumsum([num_samples[chunk] for chunk in sorted(num_samples)])
             in_use = np.searchsorted(ends, 50 * 8 // 2, side="right")
@@ -384,7 +386,7 @@ def test_the_fingerprint_names_text_objective_and_seed_but_not_where_it_lies(sta
     assert start(data_path=(str(tmp_path / "copy" / "text"),), cache="copy").fingerprint == first
     changes = [
         {"seed": 2}, {"streams": 2}, {"input_seq_len": 64}, {"noise_density": 0.2}, {"task": "prefix_lm"},
-        {"data_path": (str(data / "text" / "a.jsonl"),)},
+        {"data_path": (str(data / "text" / "a.jsonl"),)}, {"task": "prefix_lm", "append_eos": False},
     ]  # fmt: skip
     prints = [start(**change).fingerprint for change in changes]
     assert len({first, *prints}) == len(changes) + 1
