@@ -44,7 +44,6 @@ SYNONYMS = {
     "resume": "resume_from_checkpoint",
     "save_best": "load_best_model_at_end",
     "save_interval": "save_steps save_strategy",
-    "seed": "data_seed",
     "source_id": "text_column text_column_name",
     "target_id": "summary_column",
     "target_seq_len": "max_target_length",

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from math import ceil
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -21,23 +22,41 @@ from lm_experiments_tools.labels import IGNORED_LABEL
 LABELS = frozenset({"labels", "next_sentence_label", "example"})
 
 
-def in_background(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Run `function(*args)` in a daemon thread, which does not keep the process alive."""
-    future: Future[Any] = Future()
+class Background:
+    """A daemon thread that runs functions one after the other, and does not keep the process alive.
 
-    def run() -> None:
-        try:
-            result = function(*args)
-        except BaseException as error:  # also SystemExit and panics of Rust, or the caller would wait forever
-            if not isinstance(error, Exception):
-                error, cause = RuntimeError(f"the data raised {type(error).__name__}: {error}"), error
-                error.__cause__ = cause
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+    To wait for a new thread for each batch, while it takes the interpreter's lock, would cost a millisecond.
+    """
 
-    threading.Thread(target=run, name="data-background", daemon=True).start()
-    return future
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="data-background", daemon=True).start()
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Run `function(*args)` after what was submitted before; return a future of its result."""
+        future: Future[Any] = Future()
+
+        def job() -> None:
+            try:
+                result = function(*args)
+            except BaseException as error:  # also SystemExit and panics of Rust, or the caller would wait forever
+                if not isinstance(error, Exception):
+                    error, cause = RuntimeError(f"the data raised {type(error).__name__}: {error}"), error
+                    error.__cause__ = cause
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._jobs.put(job)
+        return future
+
+    def close(self) -> None:
+        """End the thread after what was submitted."""
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
 
 
 class TrainLoader:
@@ -64,6 +83,7 @@ class TrainLoader:
         self.rows_per_worker, self.rank, self.world_size = rows_per_worker, rank, world_size
         self.global_batch = rows_per_worker * world_size
         self._following: Future[Any] | None = None
+        self._background: Background | None = None
         self.seek(0)
 
     @property
@@ -96,7 +116,8 @@ class TrainLoader:
                 self._abandoned.exception()  # wait: batches are never made concurrently
             batch = self._make(self.consumed_samples)
         if self._prefetch:
-            self._following = in_background(self._make, self.consumed_samples + self.global_batch)
+            self._background = self._background or Background()
+            self._following = self._background.submit(self._make, self.consumed_samples + self.global_batch)
         return batch
 
     def _make(self, position: int) -> dict[str, np.ndarray]:
@@ -114,6 +135,8 @@ class TrainLoader:
         self.dataset.close()
         if self._abandoned is not None:
             self._abandoned.exception()
+        if self._background is not None:
+            self._background.close()
 
 
 class ValidLoader:
@@ -143,14 +166,16 @@ class ValidLoader:
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         """Tensors int64[rows_per_batch, length], fewer rows in the last batch; made while the one before is used."""
-        following = in_background(self._make, 0)
+        background = Background()
+        following = background.submit(self._make, 0)
         try:
             for number in range(1, len(self) + 1):
                 batch = following.result()
                 if number < len(self):
-                    following = in_background(self._make, number)
+                    following = background.submit(self._make, number)
                 yield {name: torch.from_numpy(values) for name, values in batch.items()}
         finally:
+            background.close()
             following.exception()  # wait: batches are never made concurrently
 
     def _make(self, number: int) -> dict[str, np.ndarray]:

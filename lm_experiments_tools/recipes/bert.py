@@ -18,13 +18,19 @@ from lm_experiments_tools.data.objectives.document_rows import DocumentRows
 from lm_experiments_tools.data.objectives.mlm import MaskedLM
 from lm_experiments_tools.data.objectives.objective import TokenIds
 from lm_experiments_tools.data.objectives.token_rows import TokenRows
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, read_at_random, token_prefix
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, token_prefix
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.models.build import check_positions
 from lm_experiments_tools.models.packed_rows import prepare
 from lm_experiments_tools.modules.inspection import forward_names_of
-from lm_experiments_tools.recipes.common import PretrainingData, distilled_loss, labels_alone, save_tokenizer
+from lm_experiments_tools.recipes.common import (
+    PretrainingData,
+    distilled_loss,
+    labels_alone,
+    read_at_random,
+    save_tokenizer,
+)
 from lm_experiments_tools.recipes.recipe import Pretraining
 from lm_experiments_tools.recipes.report import unmasked, write_report
 from lm_experiments_tools.recipes.t5_sources import tokenized

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import platform
 import random
@@ -24,10 +25,12 @@ from lm_experiments_tools.backends.collective import agreed, on_all, say
 from lm_experiments_tools.config.lengths import in_updates
 from lm_experiments_tools.config.phases import phases_of
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import human_bytes
 from lm_experiments_tools.labels import LABEL_POSITIONS
 from lm_experiments_tools.models.build import num_parameters
 from lm_experiments_tools.models.from_args import make_optimizer, most_labels
 from lm_experiments_tools.models.speed import describe_speed
+from lm_experiments_tools.modules.devices import available_memory
 from lm_experiments_tools.modules.inspection import forward_names
 from lm_experiments_tools.tracking.run_directory import RunDirectory, setup_logging
 from lm_experiments_tools.tracking.tracker import duration
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
     from lm_experiments_tools.config.training import ExperimentArgs, TrainerArgs
     from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
+    from lm_experiments_tools.data.tokens.indexed import IndexedDataset
     from lm_experiments_tools.training.losses import Loss
     from lm_experiments_tools.training.phases import Phase
     from lm_experiments_tools.training.trainer import TrainingLoop
@@ -49,6 +53,7 @@ if TYPE_CHECKING:
     PretrainingArgs = BertPretrainingArgs | T5PretrainingArgs
 
 logger = logging.getLogger(__name__)
+_PART_OF_MEMORY = 0.8  # of token files; the rest is the processes', see the table in benchmarks/cold_reads.md
 
 
 def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
@@ -336,3 +341,17 @@ def save_tokenizer(args: ExperimentArgs, backend: Backend, save: Callable[[Path]
     folder = Path(args.model_path) / "tokenizer"
     on_all(backend, lambda: save(folder), only_main=True)
     return folder
+
+
+def read_at_random(files: Sequence[IndexedDataset]) -> None:
+    """Disable the operating system's read-ahead for token files that together do not fit in memory.
+
+    It reads up to 8 MB around each page, which is wasted if the page cache is too small (benchmarks/cold_reads.md).
+    """
+    size, memory = sum(file.tokens.nbytes for file in files), available_memory()
+    if size <= _PART_OF_MEMORY * memory or not hasattr(mmap, "MADV_RANDOM"):
+        return
+    logger.info("%s of tokens, %s of free memory: no read-ahead", human_bytes(size), human_bytes(memory))
+    for file in files:
+        if file.num_tokens:
+            file.tokens._mmap.madvise(mmap.MADV_RANDOM)

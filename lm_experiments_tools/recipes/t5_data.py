@@ -18,12 +18,12 @@ from lm_experiments_tools.data.seqio.client import SeqioExamples, SeqioWorker, V
 from lm_experiments_tools.data.seqio.job import Job
 from lm_experiments_tools.data.streaming.stream import StreamedDataset
 from lm_experiments_tools.data.streaming.text import StreamPlan
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, read_at_random, token_prefix
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, token_prefix
 from lm_experiments_tools.data.tokens.tokenize import TextEncoder
 from lm_experiments_tools.data.workers import available_cores
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.names import resolve_name
-from lm_experiments_tools.recipes.common import PretrainingData, save_tokenizer
+from lm_experiments_tools.recipes.common import PretrainingData, read_at_random, save_tokenizer
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend

@@ -11,6 +11,7 @@ WordPiece: a vocab.txt with one subword per line, beginning with `[PAD]`, `[UNK]
 import os
 import random
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm_experiments_tools.data.text.records import NO_LIMIT, Record, RejectedRecords, locate, no_documents, read_shard
+from lm_experiments_tools.data.text.records import Record, RejectedRecords, locate, no_documents, read_shard
 from lm_experiments_tools.data.text.sources import Shard, plan_shards
 from lm_experiments_tools.data.text.tokenizer import DEFAULT_EXTRA_IDS, Tokenizer, sentinel_piece, warn_of_unknown
 from lm_experiments_tools.errors import UserError
@@ -172,7 +173,7 @@ class _Sampler:
 
     def __init__(self, inputs: Sequence[str], text_key: str, limit: int):
         self._inputs, self._text_key, self._limit = inputs, text_key, limit
-        self.num_bytes, self.rejected = 0, RejectedRecords(NO_LIMIT)
+        self.num_bytes, self.rejected = 0, RejectedRecords(sys.maxsize)
 
     def __iter__(self) -> Iterator[str]:
         most_shards = max(_MAX_SHARDS, 2 * self._limit // _SHARD_BYTES)

@@ -42,7 +42,7 @@ def mode_ids(vocabulary: Tokenizer) -> dict[str, int]:
     found = {mode: vocabulary.find(piece) for mode, piece in MODE_PIECES.items()}
     if all(index is not None for index in found.values()):
         return found
-    if vocabulary.num_sentinels <= len(found):
+    if len(vocabulary.sentinel_ids) <= len(found):
         raise UserError(
             f"The vocabulary {vocabulary.path} has neither {', '.join(MODE_PIECES.values())} nor more than "
             f"{len(found)} sentinels for mode tokens: train one with more extra ids, or give --no_mode_tokens."

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lm_experiments_tools.data.dataset import Dataset, SampleDataset, joined
-from lm_experiments_tools.data.loader import in_background
+from lm_experiments_tools.data.loader import Background
 from lm_experiments_tools.data.objectives.token_rows import TokenRows, TokensInMemory
 from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.data.streaming.text import (
@@ -74,7 +74,7 @@ class Stream:
     """
 
     def __init__(self, number: int, folder: Path, worker: Worker, build: Callable[[ChunkRequest, Chunk], Dataset]):
-        self.number, self._worker, self._build = number, worker, build
+        self.number, self._worker, self._build, self.background = number, worker, build, Background()
         self._index = folder / f"stream-{number:05d}.jsonl"
         self.records: list[dict[str, Any]] = []
         self._begins = [0]  # first example of each chunk and of the next one
@@ -133,7 +133,7 @@ class Stream:
         if number not in self.chunks:
             begin = Position(**self.records[number - 1]["end"]) if number else Position()
             request = ChunkRequest(self.number, number, begin, again=number < len(self.records))
-            self.chunks[number] = in_background(self._make, request)
+            self.chunks[number] = self.background.submit(self._make, request)
         return self.chunks[number]
 
     def _make(self, request: ChunkRequest) -> Dataset:
@@ -268,6 +268,8 @@ class StreamedDataset(SampleDataset):
         # Connections are closed when no thread reads them any more.
         chunks = [chunk for stream in list(self.streams.values()) for chunk in list(stream.chunks.values())]
         futures.wait(chunks, _SECONDS_TO_STOP)
+        for stream in list(self.streams.values()):
+            stream.background.close()
         for worker in self.workers:
             worker.close()
 

@@ -44,7 +44,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_DOCUMENT_BYTES = 256 << 20  # on disk; encoding needs many times that in memory
-NO_LIMIT = sys.maxsize
 _NO_KEY, _OF_TYPE = "no key", "is of type"  # in the reasons for records without a text under the key
 _NO_LIST = "a JSON list, not an object: write one object a line (jq -c '.[]' texts.json > texts.jsonl)"
 _NO_LINES = "a JSON object over several lines: write each object on one line, or a list of them"

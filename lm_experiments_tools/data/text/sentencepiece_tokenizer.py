@@ -177,7 +177,7 @@ class SentencePieceTokenizer(Tokenizer):
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         model = _parse_model(self.path, self._content)
-        names = [sentinel_piece(k) for k in reversed(range(self.num_sentinels))]
+        names = [sentinel_piece(k) for k in reversed(range(len(self.sentinel_ids)))]
         is_last = names and [piece.piece for piece in model.pieces[-len(names) :]] == names
         if is_last:  # as in Google's: T5Tokenizer adds `extra_ids` of its own
             del model.pieces[-len(names) :]
@@ -251,7 +251,7 @@ class SentencePieceTokenizer(Tokenizer):
         )
         return PreTrainedTokenizerFast(
             tokenizer_object=backend,
-            extra_special_tokens=[sentinel_piece(k) for k in reversed(range(self.num_sentinels))],
+            extra_special_tokens=[sentinel_piece(k) for k in reversed(range(len(self.sentinel_ids)))],
             pad_token=pad,
             eos_token=eos,
             unk_token=unk,

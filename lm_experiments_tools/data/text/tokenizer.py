@@ -144,11 +144,6 @@ class Tokenizer(ABC):
         self.special_ids = np.union1d(self.control_ids, self.sentinel_ids)
 
     @property
-    def num_sentinels(self) -> int:
-        """Number of sentinels."""
-        return len(self.sentinel_ids)
-
-    @property
     def special_tokens(self) -> dict[str, int | None]:
         """Id of each special token that a model's configuration names, by role; None for one that is missing."""
         return {"pad": self.pad_id, "eos": self.eos_id, "bos": self.bos_id, "mask": self.mask_id}

@@ -13,12 +13,10 @@ Document j has the sequences document_indices[j] : document_indices[j + 1]. One 
 import glob
 import hashlib
 import json
-import logging
-import mmap
 import os
 import secrets
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -28,9 +26,7 @@ import numpy as np
 
 from lm_experiments_tools.checkpoint.manifest import sha256_of
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import human_bytes, naming, read_json
-
-logger = logging.getLogger(__name__)
+from lm_experiments_tools.files import naming, read_json
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -41,7 +37,6 @@ _REMEDY = "copy both again or tokenize again"
 _OWN_BYTES = 6  # of the unique part of a temporary name
 _CHECK_BLOCK = 1 << 20  # index entries checked at a time: bounds the memory of opening a large index
 _DOCUMENTS = 1 << 12  # copied at a time
-_PART_OF_MEMORY = 0.8  # the rest is the processes'; see the table in benchmarks/cold_reads.md
 
 
 def dataset_paths(prefix: str | os.PathLike) -> tuple[Path, Path, Path]:
@@ -357,19 +352,3 @@ class IndexedDataset:
     def __reduce__(self) -> tuple:
         # A pickled memmap carries its content: a loader worker gets the path instead and maps the file itself.
         return IndexedDataset, (self.prefix,)
-
-
-def read_at_random(files: Sequence[IndexedDataset]) -> None:
-    """Disable the operating system's read-ahead for token files that together do not fit in memory.
-
-    It reads up to 8 MB around each page, which is wasted if the page cache is too small (benchmarks/cold_reads.md).
-    """
-    from lm_experiments_tools.modules.devices import available_memory  # with torch, which no tokenizing process needs
-
-    size, memory = sum(file.tokens.nbytes for file in files), available_memory()
-    if size <= _PART_OF_MEMORY * memory or not hasattr(mmap, "MADV_RANDOM"):
-        return
-    logger.info("%s of tokens, %s of free memory: no read-ahead", human_bytes(size), human_bytes(memory))
-    for file in files:
-        if file.num_tokens:
-            file.tokens._mmap.madvise(mmap.MADV_RANDOM)

@@ -16,7 +16,6 @@ from lm_experiments_tools.data.text import records as module
 from lm_experiments_tools.data.text import sources
 from lm_experiments_tools.data.text.hf_datasets import load_streaming
 from lm_experiments_tools.data.text.records import (
-    NO_LIMIT,
     BadRecord,
     Record,
     RejectedRecords,
@@ -48,7 +47,7 @@ LINES = [
 
 
 def read(tmp_path, inputs, **options):
-    options = {"max_bad_lines": NO_LIMIT, "text_key": "text", **options}
+    options = {"max_bad_lines": sys.maxsize, "text_key": "text", **options}
     with closing(RejectedRecords(options["max_bad_lines"], tmp_path / "bad.jsonl")) as rejected:
         return list(records([str(item) for item in inputs], options["text_key"], rejected))
 

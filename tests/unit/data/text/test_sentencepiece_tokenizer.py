@@ -52,7 +52,7 @@ def vocabulary(request, own_model):
 @needs_t5_32k
 def test_googles_vocabulary_has_the_published_ids():
     vocabulary = Tokenizer.load(T5_32K)
-    assert (vocabulary.size, vocabulary.num_sentinels) == (32100, 100)
+    assert (vocabulary.size, len(vocabulary.sentinel_ids)) == (32100, 100)
     assert (vocabulary.pad_id, vocabulary.eos_id, vocabulary.unk_id) == (0, 1, 2)
     assert vocabulary.sentinel_ids.tolist() == list(range(32099, 31999, -1))
     assert vocabulary.encode("Hello, world!") == [8774, 6, 296, 55]
@@ -60,7 +60,7 @@ def test_googles_vocabulary_has_the_published_ids():
 
 def test_own_vocabulary_has_its_sentinels_inside(own_model):
     vocabulary = Tokenizer.load(own_model)
-    assert (vocabulary.size, vocabulary.num_sentinels) == (400, 100)
+    assert (vocabulary.size, len(vocabulary.sentinel_ids)) == (400, 100)
     assert vocabulary.sentinel_ids.tolist() == list(range(399, 299, -1))
     # the file itself does know its sentinels, so the next test is not empty
     assert 399 in sentencepiece.SentencePieceProcessor(model_file=str(own_model)).encode("a <extra_id_0> b")
@@ -95,7 +95,7 @@ def test_googles_saved_tokenizer_gives_the_same_ids_in_transformers(tmp_path):
     for text in texts:
         assert tokenizer(text).input_ids == [*vocabulary.encode(text), vocabulary.eos_id]
     assert len(tokenizer) == vocabulary.size
-    names = [f"<extra_id_{k}>" for k in range(vocabulary.num_sentinels)]
+    names = [f"<extra_id_{k}>" for k in range(len(vocabulary.sentinel_ids))]
     assert tokenizer.convert_tokens_to_ids(names) == vocabulary.sentinel_ids.tolist()
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
     again = Tokenizer.load(tmp_path)
@@ -178,7 +178,7 @@ def test_the_saved_tokenizer_encodes_as_sentencepiece_whatever_the_algorithm(tmp
             assert tokenizer.decode(ids, skip_special_tokens=True) == processor.decode(ids[:-1])
     assert (len(tokenizer), tokenizer.unk_token_id) == (vocabulary.size, vocabulary.unk_id)
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (vocabulary.pad_id, vocabulary.eos_id)
-    names = [f"<extra_id_{k}>" for k in range(vocabulary.num_sentinels)]
+    names = [f"<extra_id_{k}>" for k in range(len(vocabulary.sentinel_ids))]
     assert tokenizer.convert_tokens_to_ids(names) == vocabulary.sentinel_ids.tolist()
     again = Tokenizer.load(tmp_path / "saved")
     assert again.sentinel_ids.tolist() == vocabulary.sentinel_ids.tolist()

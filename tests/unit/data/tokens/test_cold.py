@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, read_at_random
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.modules import devices
+from lm_experiments_tools.recipes import common
 from tests.helpers.token_toys import write_tokens
 
 needs_advice = pytest.mark.skipif(
@@ -36,8 +37,8 @@ def advised(path):
 def test_files_are_advised_where_together_they_are_larger_than_memory(prefix, monkeypatch, part):
     tokens = [IndexedDataset(prefix), IndexedDataset(prefix)]
     size = 2 * os.path.getsize(f"{prefix}.bin")
-    monkeypatch.setattr(devices, "available_memory", lambda: int(size / part))
-    read_at_random(tokens)
+    monkeypatch.setattr(common, "available_memory", lambda: int(size / part))
+    common.read_at_random(tokens)
     assert advised(f"{prefix}.bin") == [part > 1] * 2
 
 

@@ -8,11 +8,12 @@ import itertools
 import json
 import random
 import struct
+import sys
 from collections import Counter
 
 import pytest
 
-from lm_experiments_tools.data.text.records import NO_LIMIT, BadRecord, Record, read_shard
+from lm_experiments_tools.data.text.records import BadRecord, Record, read_shard
 from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import encode_shard
@@ -213,7 +214,7 @@ def encoded(encoder, path):
     """(documents as lists of sequences, numbers of the bad lines) as preprocess_data.py would write them."""
     (shard,) = plan_shards([str(path)])
     prefix, listed = str(path.with_suffix("")), path.with_suffix(".bad.jsonl")
-    encode_shard(shard, prefix, encoder, NO_LIMIT)
+    encode_shard(shard, prefix, encoder, sys.maxsize)
     bad = [json.loads(line)["line"] for line in listed.read_text().splitlines()] if listed.exists() else []
     return read_documents(f"{prefix}-0"), bad
 
