@@ -2,8 +2,8 @@
 
 import inspect
 import runpy
-import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,10 @@ def test_the_generated_module_is_up_to_date() -> None:
     assert inspect.getsource(settings) == script["settings_module"]()
 
 
-@pytest.mark.skipif(shutil.which("pyrefly") is None, reason="pyrefly is not installed")
+PYREFLY = Path(sys.executable).with_name("pyrefly")
+
+
+@pytest.mark.skipif(not PYREFLY.exists(), reason="pyrefly is not installed")
 def test_a_type_checker_knows_the_settings(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "from lm_experiments_tools import FineTuner\n"
@@ -27,9 +30,8 @@ def test_a_type_checker_knows_the_settings(tmp_path: Path) -> None:
         "FineTuner('t5-small', batch_size='x')\n"
     )
     (tmp_path / "pyrefly.toml").write_text(f'project-includes = ["*.py"]\nsearch-path = ["{ROOT}"]\n')
-    done = subprocess.run(
-        ["pyrefly", "check", "--output-format", "min-text"], cwd=tmp_path, capture_output=True, text=True
-    )
+    command = [PYREFLY, "check", "--output-format", "min-text", "--python-interpreter-path", sys.executable]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     found = [line for line in done.stdout.splitlines() if line.startswith("ERROR")]
     assert len(found) == 2, done.stdout + done.stderr
     assert "`batch_sizes`" in found[0] and "`batch_size`" in found[1]
