@@ -23,14 +23,14 @@ LABELS = frozenset({"labels", "next_sentence_label", "example"})
 
 
 class Background:
-    """A daemon thread that runs functions one after the other, and does not keep the process alive.
+    """A daemon thread that runs functions one after the other. It keeps no process alive, and ends with this object.
 
     To wait for a new thread for each batch, while it takes the interpreter's lock, would cost a millisecond.
     """
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name="data-background", daemon=True).start()
+        threading.Thread(target=_run, args=(self._jobs,), name="data-background", daemon=True).start()
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run `function(*args)` after what was submitted before; return a future of its result."""
@@ -50,13 +50,15 @@ class Background:
         self._jobs.put(job)
         return future
 
-    def close(self) -> None:
-        """End the thread after what was submitted."""
+    def __del__(self) -> None:
         self._jobs.put(None)
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
+
+def _run(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        # It would keep its loader and the data alive while the thread waits.
+        del job
 
 
 class TrainLoader:
@@ -82,8 +84,8 @@ class TrainLoader:
         self.dataset, self._prefetch = dataset, prefetch
         self.rows_per_worker, self.rank, self.world_size = rows_per_worker, rank, world_size
         self.global_batch = rows_per_worker * world_size
-        self._following: Future[Any] | None = None
         self._background: Background | None = None
+        self._last: Future[Any] | None = None  # what the thread runs last
         self.seek(0)
 
     @property
@@ -97,7 +99,7 @@ class TrainLoader:
     def seek(self, consumed_samples: int) -> None:
         """Move the loader to a position, so that a resumed run continues after the samples it has seen."""
         self.consumed_samples = consumed_samples
-        self._abandoned, self._following = self._following, None
+        self._following: Future[Any] | None = None
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         return self
@@ -109,16 +111,17 @@ class TrainLoader:
         return {name: torch.from_numpy(values) for name, values in batch.items()}
 
     def _next_batch(self) -> dict[str, np.ndarray]:
-        if self._following is not None:
-            batch = self._following.result()
-        else:
-            if self._abandoned is not None:
-                self._abandoned.exception()  # wait: batches are never made concurrently
-            batch = self._make(self.consumed_samples)
-        if self._prefetch:
-            self._background = self._background or Background()
-            self._following = self._background.submit(self._make, self.consumed_samples + self.global_batch)
+        if not self._prefetch:
+            return self._make(self.consumed_samples)
+        # One thread makes all batches, so they are never made concurrently, also after a seek.
+        batch = (self._following or self._submit(self.consumed_samples)).result()
+        self._following = self._submit(self.consumed_samples + self.global_batch)
         return batch
+
+    def _submit(self, position: int) -> Future[Any]:
+        self._background = self._background or Background()
+        self._last = self._background.submit(self._make, position)
+        return self._last
 
     def _make(self, position: int) -> dict[str, np.ndarray]:
         end = position + self.global_batch
@@ -129,14 +132,12 @@ class TrainLoader:
 
         Later batches of a dataset without processes are made synchronously.
         """
-        self._prefetch = False
-        self.seek(self.consumed_samples)
+        self._prefetch, self._background = False, None
         # First, because it ends what the thread may be waiting for.
         self.dataset.close()
-        if self._abandoned is not None:
-            self._abandoned.exception()
-        if self._background is not None:
-            self._background.close()
+        if self._last is not None:
+            self._last.exception()
+        self.seek(self.consumed_samples)
 
 
 class ValidLoader:
@@ -175,7 +176,6 @@ class ValidLoader:
                     following = background.submit(self._make, number)
                 yield {name: torch.from_numpy(values) for name, values in batch.items()}
         finally:
-            background.close()
             following.exception()  # wait: batches are never made concurrently
 
     def _make(self, number: int) -> dict[str, np.ndarray]:

@@ -268,8 +268,6 @@ class StreamedDataset(SampleDataset):
         # Connections are closed when no thread reads them any more.
         chunks = [chunk for stream in list(self.streams.values()) for chunk in list(stream.chunks.values())]
         futures.wait(chunks, _SECONDS_TO_STOP)
-        for stream in list(self.streams.values()):
-            stream.background.close()
         for worker in self.workers:
             worker.close()
 

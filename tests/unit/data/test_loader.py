@@ -1,6 +1,8 @@
 """Dataset and loaders: every token once an epoch, one order for any number of workers, exact resume."""
 
 import threading
+import time
+import weakref
 from collections import Counter
 from types import SimpleNamespace
 
@@ -97,7 +99,52 @@ def test_closing_ends_what_the_thread_waits_for():
     loader = TrainLoader(Waiting(), 4)
     next(loader)
     loader.close()
-    assert loader._abandoned.done() and Waiting.closed.is_set()
+    assert loader._last.done() and Waiting.closed.is_set()
+
+
+class Slow(SampleDataset):
+    """Counts the batches that are made at the same time."""
+
+    fingerprint, samples_per_epoch, now, most = "slow", 100, 0, 0
+
+    def batch(self, samples):
+        self.now += 1
+        self.most = max(self.most, self.now)
+        time.sleep(0.05)
+        self.now -= 1
+        return {"labels": np.tile(samples[:, None], 2)}
+
+
+def test_batches_are_never_made_at_the_same_time_however_often_a_loader_is_moved():
+    loader, other = TrainLoader(Slow(), 4), TrainLoader(Slow(), 4)
+    next(loader)
+    loader.seek(20)
+    loader.seek(40)
+    assert next(loader)["labels"][0, 0] == 40 and loader.dataset.most == 1
+    next(other)
+    other.seek(8)
+    other.close()
+    assert other.dataset.now == 0, "nothing is made after the end"
+
+
+def test_a_dropped_loader_leaves_neither_its_data_nor_a_thread():
+    before, loader = {*threading.enumerate()}, TrainLoader(Slow(), 4)
+    next(loader)
+    data = weakref.ref(loader.dataset)
+    del loader
+    deadline = time.monotonic() + 20.0
+    while (data() is not None or {*threading.enumerate()} - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert data() is None and {*threading.enumerate()} <= before
+
+
+def test_an_exit_in_the_data_is_an_error_in_the_first_batch_too():
+    class Exits(Slow):
+        def batch(self, samples):
+            raise SystemExit(0)
+
+    with pytest.raises(RuntimeError, match="the data raised SystemExit: 0"):
+        next(TrainLoader(Exits(), 4))
 
 
 def test_an_error_in_the_background_reaches_the_caller():
