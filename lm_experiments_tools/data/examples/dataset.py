@@ -100,8 +100,7 @@ class RaggedBuilder:
         self._sizes += [1] * len(rows) if sizes is None else sizes
 
     def build(self) -> Ragged:
-        sizes = np.array(self._sizes, np.int64)
-        return Ragged(np.concatenate(self._values), np.concatenate(self._lengths), sizes)
+        return Ragged(np.concatenate(self._values), np.concatenate(self._lengths), np.array(self._sizes, np.int64))
 
 
 @dataclass
@@ -226,8 +225,7 @@ class ExampleRows:
 
     def _fingerprint(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
-        settings = [_VERSION, self.kind, self.pad_id, self.seed, *self.limits]
-        digest.update(json.dumps(settings).encode())
+        digest.update(json.dumps([_VERSION, self.kind, self.pad_id, self.seed, *self.limits]).encode())
         encoded = self.encoded
         ragged = [r for r in (encoded.sources, encoded.targets, encoded.types) if r is not None]
         arrays = [array for r in ragged for array in (r.values, r.lengths)]

@@ -245,7 +245,7 @@ class ChunkMaker:
                 with open(rejected_path(self.settings.folder), "a", encoding="utf-8") as file:
                     file.writelines(f"{record.to_json()}\n" for record in text.rejected)
             text.rejected.clear()
-        # Before others may go on with the text: workers in threads, as tests have, do so at once.
+        # First, because the next request may go on with the text as soon as it is back.
         chunk = Chunk(np.concatenate(parts), text.position)
         # Not after an error, which the iterator does not survive.
         self._open[request.stream] = text

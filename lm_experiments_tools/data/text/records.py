@@ -502,11 +502,15 @@ def locate(shard: Shard, rejected: BadRecord) -> BadRecord:
     elif shard.start > _MAX_COUNTED_BYTES:
         path = f"{shard.path}, from byte {shard.start} on"
     elif line:
-        line += count_lines(shard.path, 0, shard.start)
+        line += _lines_before(shard)
     return BadRecord(str(rejected), rejected.is_empty, path, line, rejected.content)
 
 
 @lru_cache(maxsize=64)
+def _lines_before(shard: Shard) -> int:
+    return count_lines(shard.path, 0, shard.start)
+
+
 def count_lines(path: str, start: int, end: int) -> int:
     """Return the number of line ends between the bytes `start` and `end` of a file."""
     lines = 0

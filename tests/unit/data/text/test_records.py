@@ -19,11 +19,12 @@ from lm_experiments_tools.data.text.records import (
     BadRecord,
     Record,
     RejectedRecords,
+    locate,
     read_shard,
     records,
     text_of,
 )
-from lm_experiments_tools.data.text.sources import plan_shards
+from lm_experiments_tools.data.text.sources import Shard, file_stamp, plan_shards
 from lm_experiments_tools.errors import UserError
 
 # (line of a .jsonl file, the reason it is bad; None: its text is "fine")
@@ -277,3 +278,11 @@ def test_tables_and_json_lists_are_text_of_a_corpus_as_json_lines_are(tmp_path):
     for shard in plan_shards([str(tmp_path)], 10):
         texts = [item.value for item in read_shard(shard)]
         assert [item.value for item in read_shard(shard, skip=1)] == texts[1:]
+
+
+def test_a_rejected_line_is_numbered_anew_after_the_text_was_edited(tmp_path):
+    path = tmp_path / "a.jsonl"
+    for number in (10, 20):  # as many lines before byte 40
+        path.write_text(f"{'x' * (40 // number - 1)}\n" * 30)
+        shard = Shard(str(path), "json", start=40, stamp=(file_stamp(str(path))[0], number))
+        assert locate(shard, BadRecord("bad", path=str(path), line=3)).line == number + 3
